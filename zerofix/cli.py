@@ -1,0 +1,226 @@
+"""The command line: status, explain, diff, verify."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+import zerofix
+from zerofix import _patcher as patcher
+from zerofix.fix import Fix
+from zerofix.gate import State
+from zerofix.patches import CATALOGUE
+from zerofix.report import UNMET, FixStatus
+from zerofix.settings import suggest, toggle
+
+FIXES = {fix.name: fix for fix in CATALOGUE}
+COLOURS = {State.APPLIED: "green", State.FIXED_UPSTREAM: "cyan", State.NOT_AFFECTED: "cyan"}
+
+
+class FixName(click.ParamType):  # type: ignore[type-arg]
+    """The name of a fix."""
+
+    name = "fix"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Fix:
+        if value not in FIXES:
+            self.fail(f"no fix is called {value!r}.{suggest(value, FIXES)}", param, ctx)
+        return FIXES[value]
+
+    def shell_complete(self, ctx: Any, param: Any, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(name) for name in FIXES if name.startswith(incomplete)]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(zerofix.__version__, prog_name="zerofix")
+def main() -> None:
+    """Repairs a stock DeepSpeed in memory: `import zerofix`."""
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(as_json: bool) -> None:
+    """What zerofix does to the installed DeepSpeed.
+
+    The exit code is 0 when no wanted fix is missing.
+    """
+    deepspeed = import_deepspeed()
+    import torch
+
+    report = zerofix.status()
+    place = {
+        "deepspeed_path": str(deepspeed.__path__[0]),
+        "torch": torch.__version__,
+        "accelerator": deepspeed.accelerator.get_accelerator()._name,
+    }
+    if as_json:
+        data = report.as_dict() | place
+        for fix, fix_data in zip(report.fixes, data["fixes"], strict=True):
+            fix_data["links"] = fix.links
+        click.echo(json.dumps(data, indent=2))
+    else:
+        console = Console()
+        console.print(f"zerofix    {report.version}", highlight=False)
+        console.print(
+            f"DeepSpeed  {report.deepspeed}  ({place['deepspeed_path']})", highlight=False
+        )
+        console.print(f"torch      {place['torch']}", highlight=False)
+        console.print(f"device     {place['accelerator']}", highlight=False)
+        given = ", ".join(f"{k}={v}" for k, v in report.settings.items())
+        console.print(
+            f"settings   {given + ' (environment)' if given else 'none set'}\n", highlight=False
+        )
+        for fix in report.fixes:
+            print_fix(console, fix)
+    sys.exit(0 if report.ok else 1)
+
+
+def print_fix(console: Console, fix: FixStatus) -> None:
+    colour = "red" if fix.state in UNMET else COLOURS.get(fix.state, "yellow")
+    console.print(
+        f"[bold]{fix.name}[/]  [{colour}]{fix.state.value}[/]  {fix.title}", highlight=False
+    )
+    lines = [fix.reason, *fix.targets, *fix.links]
+    lines += [f"not reached: {path} overrides it" for path in fix.not_reached]
+    for line in lines:
+        console.print(f"    {line}", highlight=False, soft_wrap=True, markup=False)
+
+
+@main.command()
+@click.argument("fix", type=FixName())
+def explain(fix: Fix) -> None:
+    """The defect, its cause, and where it was repaired."""
+    since = fix.introduced or "the oldest supported release"
+    until = f"before {fix.fixed}" if fix.fixed else "no release has it right"
+    rows = {
+        "symptom": fix.symptom,
+        "cause": fix.cause,
+        "releases": f"from {since} on, {until}",
+        "upstream": "\n".join(zerofix.status()[fix.name].links),
+        "changes": "\n".join(f"{t.path} ({type(t.change).__name__.lower()})" for t in fix.targets),
+        "toggle": f"{toggle(fix.name)}=0 turns it off, =force applies it to unknown code",
+    }
+    console = Console()
+    console.print(f"[bold]{fix.name}[/]: {fix.title}\n", highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console.print(table)
+
+
+@main.command()
+@click.argument("fix", type=FixName(), required=False)
+def diff(fix: Fix | None) -> None:
+    """The installed source against what runs now."""
+    from zerofix.diff import unified_diff
+
+    import_deepspeed()
+    console = Console()
+    shown = False
+    for each in [fix] if fix else CATALOGUE:
+        for target in each.targets:
+            changes = {k: v for k, v in patcher.changes(target.path).items() if k == each.name}
+            site = patcher.site(target.path)
+            if site is None or not changes:
+                continue
+            text = unified_diff(site, changes)
+            shown = True
+            if console.is_terminal:
+                console.print(Syntax(text, "diff", background_color="default", word_wrap=True))
+            else:
+                click.echo(text, nl=False)
+    if not shown:
+        state = (
+            f"{fix.name} is {zerofix.status()[fix.name].state.value}"
+            if fix
+            else "no fix is applied"
+        )
+        click.echo(f"Nothing is changed: {state}.", err=True)
+
+
+@main.command()
+@click.argument("fixes", nargs=-1, type=FixName(), metavar="[FIX]...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
+    """Run each fix's reproduction, on stock DeepSpeed and with zerofix.
+
+    Uses CUDA where there is one. The exit code is 0 when all that this release needs is repaired.
+    """
+    from zerofix.verify import verify as run
+
+    names = [fix.name for fix in fixes or CATALOGUE]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    results = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(names[0], total=len(names))
+        for result in run(names):
+            results.append(result)
+            following = names[len(results) : len(results) + 1]
+            progress.update(task, advance=1, description=following[0] if following else "")
+    if as_json:
+        click.echo(json.dumps([asdict(result) for result in results], indent=2))
+    else:
+        table = Table(title=f"DeepSpeed {results[0].deepspeed}", title_justify="left")
+        table.add_column("fix")
+        table.add_column("error measured")
+        for heading in ("stock", "zerofix", "tolerance"):
+            table.add_column(heading, justify="right")
+        table.add_column("verdict")
+        for r in results:
+            verdict = f"[{'green' if r.ok else 'red'}]{r.verdict}[/]"
+            if r.state != State.APPLIED.value:
+                verdict += f" ({r.state})"
+            cells = [number(r.stock), number(r.patched), f"{r.tolerance:.0e}"]
+            table.add_row(r.fix, r.measures, *cells, verdict)
+        Console().print(table)
+        for r in results:
+            if r.detail:
+                click.echo(f"{r.fix}: {r.detail}", err=True)
+    sys.exit(0 if all(r.ok for r in results) else 1)
+
+
+def number(error: float | None) -> str:
+    return "crash" if error is None else f"{error:.1e}"
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed with every module that a fix changes, or a clear end."""
+    noise = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+            deepspeed = importlib.import_module("deepspeed")
+            for module in {target.module for fix in CATALOGUE for target in fix.targets}:
+                with contextlib.suppress(ModuleNotFoundError):  # not in this release
+                    importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == "deepspeed":
+            stop("DeepSpeed is not installed in this environment: there is nothing to repair.")
+        stop(f"DeepSpeed cannot be imported: {error}\n{noise.getvalue()}")
+    except Exception as error:
+        stop(f"DeepSpeed cannot be imported: {type(error).__name__}: {error}\n{noise.getvalue()}")
+    return deepspeed
+
+
+def stop(message: str) -> NoReturn:
+    click.echo(message, err=True)
+    sys.exit(1)

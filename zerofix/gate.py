@@ -1,0 +1,105 @@
+"""Fix + installed DeepSpeed -> decision. Touches nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib import resources
+
+from packaging.version import InvalidVersion, Version
+
+from zerofix.fix import Fix
+
+
+class State(str, Enum):
+    """What became of a fix."""
+
+    APPLIED = "applied"
+    PENDING = "pending"
+    FIXED_UPSTREAM = "fixed-upstream"
+    NOT_AFFECTED = "not-affected"
+    DISABLED = "disabled"
+    UNRECOGNISED = "unrecognised"
+    CONFLICT = "conflict"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a fix, and why."""
+
+    apply: bool
+    state: State
+    """The state to report when `apply` is false, and after a successful application."""
+    reason: str
+
+
+@functools.cache
+def known_bodies() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+    """Fix name -> target path -> fingerprint -> ``wrong``, ``right`` or ``either``.
+
+    ``either`` is a body that releases with and without the defect share.
+    """
+    table = json.loads(resources.files("zerofix").joinpath("releases.json").read_text())
+    verdicts: Mapping[str, Mapping[str, Mapping[str, str]]] = table["verdicts"]
+    return verdicts
+
+
+def decide(fix: Fix, fingerprints: Mapping[str, str], version: str, *, force: bool) -> Decision:
+    """Whether to apply ``fix`` to a DeepSpeed with these bodies.
+
+    Args:
+        fingerprints: target path to the fingerprint of the installed body.
+        version: what DeepSpeed says its version is. It words the reason; the bodies decide.
+        force: apply to a body that no release has, if the edits match (``ZEROFIX_<FIX>=force``).
+    """
+    bodies = known_bodies().get(fix.name, {})
+    verdicts = {
+        path: bodies.get(path, {}).get(found, "unknown") for path, found in fingerprints.items()
+    }
+    unknown = [path for path, verdict in verdicts.items() if verdict == "unknown"]
+    kinds = set(verdicts.values())
+    if unknown:
+        reason = f"no release has this body of {', '.join(map(short, unknown))}"
+        if force:
+            return Decision(True, State.APPLIED, f"forced: {reason}")
+        return Decision(False, State.UNRECOGNISED, reason)
+    if {"wrong", "right"} <= kinds:
+        right = ", ".join(short(path) for path, v in verdicts.items() if v == "right")
+        return Decision(False, State.UNRECOGNISED, f"repaired in part: {right} is right already")
+    if "wrong" in kinds:
+        place = _place(fix, version)
+        if place == "within":
+            return Decision(True, State.APPLIED, f"DeepSpeed {version} has the defect")
+        return Decision(
+            True,
+            State.APPLIED,
+            f"DeepSpeed {version or 'of unknown version'} should not have the defect, but the "
+            "installed source has it",
+        )
+    if _place(fix, version) == "before":
+        return Decision(
+            False, State.NOT_AFFECTED, f"the defect came with DeepSpeed {fix.introduced}"
+        )
+    return Decision(False, State.FIXED_UPSTREAM, f"DeepSpeed {version} has it right")
+
+
+def short(path: str) -> str:
+    """The last two parts of a target path: ``Class.function``."""
+    return ".".join(path.partition(":")[2].split(".")[-2:])
+
+
+def _place(fix: Fix, version: str) -> str:
+    """Where a version lies to the releases with the defect: before, within, after or nowhere."""
+    try:
+        installed = Version(version)
+    except InvalidVersion:
+        return "nowhere"
+    if fix.introduced and Version(installed.base_version) < Version(fix.introduced):
+        return "before"
+    if fix.fixed and installed >= Version(fix.fixed):
+        return "after"
+    return "within"

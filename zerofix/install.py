@@ -1,0 +1,320 @@
+"""Applies and reverts fixes: the only module that writes to DeepSpeed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zerofix import hooks
+from zerofix.fix import Change, Fix
+from zerofix.settings import Settings, suggest, toggle
+
+if TYPE_CHECKING:  # what the patching needs is imported with DeepSpeed, not with zerofix
+    from zerofix.gate import State
+    from zerofix.report import FixStatus, Status
+    from zerofix.source import Site
+
+
+class NotAppliedError(RuntimeError):
+    """A wanted fix could not be applied.
+
+    Raised by ``zerofix.apply``, and by the import of DeepSpeed under ``ZEROFIX_STRICT=1``.
+    """
+
+
+class Patcher:
+    """The fixes of a catalogue and what became of them in this process."""
+
+    def __init__(self, catalogue: Iterable[Fix], settings: Settings, version: str) -> None:
+        self._fixes = {fix.name: fix for fix in catalogue}
+        self._settings = settings
+        self._version = version
+        self._lock = threading.RLock()
+        self._imported: set[str] = set()
+        """Modules that are imported to their end, of those that matter here."""
+        self._sites: dict[str, Site] = {}
+        """Target path to the place, as DeepSpeed made it, of the targets looked at."""
+        self._changes: dict[str, dict[str, Change]] = {}
+        """Target path to the changes in force there, by fix, in their order."""
+        self._installed: dict[str, Any] = {}
+        """Target path to what was put there."""
+        self._states: dict[str, tuple[State, str]] = {}
+        """Fixes that are settled; the others wait for their modules."""
+        self._off = {name: self._why_off(name) for name in self._fixes if not settings.wants(name)}
+        """Fixes that nobody wants, and why."""
+
+    def activate(self) -> None:
+        """Apply every wanted fix, now or when DeepSpeed is imported."""
+        if len(self._off) < len(self._fixes):
+            self._watch()
+
+    def apply(self, name: str) -> FixStatus:
+        """Apply one fix, even one that the environment turns off.
+
+        Before DeepSpeed is imported the fix stays pending, and is applied with the import.
+
+        Raises:
+            KeyError: no fix has this name; the nearest one is suggested.
+            NotAppliedError: DeepSpeed's code is not recognised, or is somebody else's by now.
+        """
+        from zerofix.report import UNMET
+
+        if name not in self._fixes:
+            raise KeyError(f"no fix is called {name!r}.{suggest(name, self._fixes)}")
+        with self._lock:
+            self._off.pop(name, None)
+            if name not in self._applied():
+                self._states.pop(name, None)
+            self._watch()
+            self._settle_ready()
+            status = self.status()[name]
+        if status.state in UNMET:
+            raise NotAppliedError(f"{name} is not applied ({status.state.value}): {status.reason}")
+        return status
+
+    def revert(self) -> Status:
+        """Put back what was there before, and apply nothing more until ``apply`` asks for it.
+
+        A fix stays whole where somebody else has patched over one of its targets since: its
+        reason in the returned status says so.
+        """
+        from zerofix.gate import State
+
+        with self._lock:
+            covered = {
+                path: party
+                for path, site in self._sites.items()
+                if path in self._installed and (party := self._stranger(site))
+            }
+            stay = {
+                name: f"not reverted: {path} has been patched over by {party}"
+                for path, party in covered.items()
+                for name in self._changes[path]
+            }
+            for path in [p for p in self._installed if p not in covered]:
+                self._write(path, {n: c for n, c in self._changes[path].items() if n in stay})
+            for name in self._fixes:
+                if name in stay:
+                    self._states[name] = (State.APPLIED, stay[name])
+                    self._say(f"zerofix: {name} is {stay[name]}")
+                elif name not in self._off:
+                    self._off[name] = "reverted by zerofix.revert()"
+                    self._states.pop(name, None)
+            return self.status()
+
+    def status(self) -> Status:
+        """What became of every fix, so far."""
+        from zerofix.report import FixStatus, Status
+
+        with self._lock:
+            return Status(
+                version=self._version,
+                deepspeed=self._deepspeed_version() if "deepspeed" in sys.modules else None,
+                settings=self._settings.given,
+                fixes=tuple(
+                    FixStatus(
+                        fix.name,
+                        fix.title,
+                        *self._state(fix),
+                        targets=tuple(target.path for target in fix.targets),
+                        upstream=fix.upstream,
+                        not_reached=tuple(self._overriding(fix)),
+                    )
+                    for fix in self._fixes.values()
+                ),
+            )
+
+    def site(self, path: str) -> Site | None:
+        """The place of a target as DeepSpeed made it; None until a fix has looked at it."""
+        return self._sites.get(path)
+
+    def changes(self, path: str) -> Mapping[str, Change]:
+        """Fix name to change, of the changes in force at a target."""
+        return self._changes.get(path, {})
+
+    # When modules arrive
+
+    def _watch(self) -> None:
+        modules = {target.module for fix in self._fixes.values() for target in fix.targets}
+        for module in sorted(modules - self._imported):
+            hooks.when_imported(module, self._on_import)
+        if "deepspeed" not in self._imported:
+            hooks.when_imported("deepspeed", self._on_import)
+
+    def _on_import(self, module: str) -> None:
+        from zerofix.report import UNMET, summary
+
+        with self._lock:
+            self._imported.add(module)
+            self._forget_reloaded(module)
+            self._settle_ready()
+            status = self.status()
+            missing = [fix for fix in status.fixes if fix.state in UNMET]
+            if missing and self._settings.strict:
+                raise NotAppliedError(
+                    "; ".join(
+                        f"{f.name} is not applied ({f.state.value}): {f.reason}" for f in missing
+                    )
+                    + " (ZEROFIX_STRICT=1)"
+                )
+            if module == "deepspeed" and self._settings.log != "quiet":
+                self._say(summary(status))
+
+    def _forget_reloaded(self, module: str) -> None:
+        """Start over with the targets of a module that was imported anew."""
+        from zerofix.source import owner_of
+
+        stale = {
+            path
+            for path, site in self._sites.items()
+            if path.startswith(module + ":")
+            and owner_of(path, sys.modules[module]) is not site.owner
+        }
+        for path in stale:
+            for table in (self._sites, self._changes, self._installed):
+                table.pop(path, None)
+        for fix in self._fixes.values():
+            if any(target.path in stale for target in fix.targets):
+                self._states.pop(fix.name, None)
+
+    def _settle_ready(self) -> None:
+        """Decide on every fix whose modules are there, and do as decided."""
+        if "deepspeed" not in self._imported:
+            return  # before its end DeepSpeed has no version, and nobody can train with it
+        for fix in self._fixes.values():
+            waits = {target.module for target in fix.targets} - self._imported
+            if fix.name not in self._off and fix.name not in self._states and not waits:
+                self._settle(fix)
+
+    def _settle(self, fix: Fix) -> None:
+        from zerofix.edits import EditError
+        from zerofix.gate import State
+        from zerofix.report import UNMET
+        from zerofix.source import Foreign, Unreadable
+
+        try:
+            state, reason = self._apply(fix)
+        except Foreign as error:
+            state, reason = State.CONFLICT, str(error)
+        except (Unreadable, EditError) as error:
+            state, reason = State.UNRECOGNISED, str(error)
+        except Exception as error:  # a defect of ours must not break the user's import
+            state, reason = State.FAILED, f"{type(error).__name__}: {error}"
+        self._states[fix.name] = (state, reason)
+        if state in UNMET:
+            self._say(
+                f"zerofix: {fix.name} is NOT applied ({state.value}): {reason}. "
+                f"{toggle(fix.name)}=0 silences this, ZEROFIX_STRICT=1 makes it an error.",
+                every_node=True,
+            )
+        elif self._settings.log == "debug":
+            self._say(f"zerofix: {fix.name}: {state.value}: {reason}")
+
+    # Applying
+
+    def _apply(self, fix: Fix) -> tuple[State, str]:
+        from zerofix.gate import decide
+        from zerofix.source import ABSENT, Foreign, locate
+
+        fingerprints = {}
+        for target in fix.targets:
+            path = target.path
+            if path not in self._sites:
+                site = locate(path, sys.modules[target.module])
+                if site is None:
+                    fingerprints[path] = ABSENT
+                    continue
+                self._sites[path] = site
+            elif party := self._stranger(self._sites[path]):
+                raise Foreign(f"{path} was replaced by {party}")
+            fingerprints[path] = self._sites[path].fingerprint
+        force = self._settings.forces(fix.name)
+        decision = decide(fix, fingerprints, self._deepspeed_version(), force=force)
+        if decision.apply:
+            self._write_all(fix)
+        return decision.state, decision.reason
+
+    def _write_all(self, fix: Fix) -> None:
+        """All targets of a fix, or none: whatever goes wrong, what was written is put back."""
+        before = {target.path: dict(self.changes(target.path)) for target in fix.targets}
+        built = {
+            target.path: self._build(target.path, before[target.path] | {fix.name: target.change})
+            for target in fix.targets
+        }
+        try:
+            for target in fix.targets:
+                self._put(
+                    target.path, built[target.path], before[target.path] | {fix.name: target.change}
+                )
+        except BaseException:
+            for path, changes in before.items():
+                self._write(path, changes)
+            raise
+
+    def _write(self, path: str, changes: dict[str, Change]) -> None:
+        self._put(path, self._build(path, changes), changes)
+
+    def _build(self, path: str, changes: Mapping[str, Change]) -> Any:
+        from zerofix.edits import build
+
+        return build(self._sites[path], list(changes.values()))
+
+    def _put(self, path: str, attribute: Any, changes: dict[str, Change]) -> None:
+        site = self._sites[path]
+        setattr(site.owner, site.name, attribute)
+        if changes:
+            self._changes[path], self._installed[path] = changes, attribute
+        else:
+            self._changes.pop(path, None)
+            self._installed.pop(path, None)
+
+    # Looking
+
+    def _stranger(self, site: Site) -> str | None:
+        """Who else has changed the target since we last did."""
+        from zerofix.source import party
+
+        now = vars(site.owner).get(site.name)
+        return None if now is self._installed.get(site.path, site.attribute) else party(now)
+
+    def _applied(self) -> set[str]:
+        return {name for changes in self._changes.values() for name in changes}
+
+    def _state(self, fix: Fix) -> tuple[State, str]:
+        from zerofix.gate import State
+
+        if fix.name in self._states:
+            return self._states[fix.name]
+        if fix.name in self._off:
+            return State.DISABLED, self._off[fix.name]
+        waits = {"deepspeed"} | {target.module for target in fix.targets}
+        return State.PENDING, f"waits for the import of {', '.join(sorted(waits - self._imported))}"
+
+    def _why_off(self, name: str) -> str:
+        return f"{toggle(name)}=0" if self._settings.enabled else "ZEROFIX=0"
+
+    def _overriding(self, fix: Fix) -> Iterator[str]:
+        for target in fix.targets:
+            site = self._sites.get(target.path)
+            if site is not None and isinstance(site.owner, type):
+                for subclass in _subclasses(site.owner):
+                    if site.name in vars(subclass):
+                        yield f"{subclass.__module__}:{subclass.__qualname__}.{site.name}"
+
+    @staticmethod
+    def _deepspeed_version() -> str:
+        return str(getattr(sys.modules.get("deepspeed"), "__version__", ""))
+
+    def _say(self, text: str, *, every_node: bool = False) -> None:
+        """Write a line to stderr, on rank 0 only (or on the first rank of every node)."""
+        if self._settings.first_on_node if every_node else self._settings.first_rank:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    below: list[type] = type.__subclasses__(cls)
+    for subclass in below:
+        yield subclass
+        yield from _subclasses(subclass)

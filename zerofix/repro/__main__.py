@@ -1,0 +1,27 @@
+"""Runs one reproduction in this process: ``python -m zerofix.repro FIX``.
+
+The last line of stdout is the result as JSON.
+"""
+
+import importlib
+import json
+import sys
+
+import zerofix
+
+name = sys.argv[1]
+reproduction = importlib.import_module(f"zerofix.repro.{name}")
+error = float(reproduction.run())
+status = zerofix.status()
+print(
+    json.dumps(
+        {
+            "measures": reproduction.MEASURES,
+            "tolerance": reproduction.TOLERANCE,
+            "error": repr(error),
+            "state": status[name].state.value,
+            "reason": status[name].reason,
+            "deepspeed": status.deepspeed,
+        }
+    )
+)

@@ -1,0 +1,107 @@
+"""Reads the environment: the only module that does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+PREFIX = "ZEROFIX"
+
+# The general settings and what each may be; the first value is the default. Every fix adds
+# ZEROFIX_<NAME> with the values of FIX_VALUES.
+GENERAL: dict[str, tuple[str, ...]] = {
+    "ZEROFIX": ("1", "0"),
+    "ZEROFIX_STRICT": ("0", "1"),
+    "ZEROFIX_LOG": ("summary", "quiet", "debug"),
+}
+FIX_VALUES = ("1", "0", "force")
+
+# How torchrun and DeepSpeed, Open MPI, MPICH and Slurm number the processes of a job.
+_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+class SettingsError(ValueError):
+    """An unknown ``ZEROFIX_*`` variable or value.
+
+    Raised by ``import zerofix``: a misspelt toggle must never mean a fix that is silently off.
+    """
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for."""
+
+    enabled: bool
+    strict: bool
+    log: str
+    fixes: Mapping[str, str]
+    """Fix name to ``"1"``, ``"0"`` or ``"force"``, for the fixes the environment names."""
+    given: Mapping[str, str]
+    """The ``ZEROFIX*`` variables as they were set."""
+    first_rank: bool
+    """This process is rank 0 of the job, or there is no launcher."""
+    first_on_node: bool
+    """This process is the first of its node."""
+
+    def wants(self, fix: str) -> bool:
+        return self.enabled and self.fixes.get(fix) != "0"
+
+    def forces(self, fix: str) -> bool:
+        return self.fixes.get(fix) == "force"
+
+
+def toggle(fix: str) -> str:
+    """The environment variable that switches ``fix``."""
+    return f"{PREFIX}_{fix.upper()}"
+
+
+def read(fixes: Iterable[str], environ: Mapping[str, str] = os.environ) -> Settings:
+    """Read the settings for the fixes of these names.
+
+    Raises:
+        SettingsError: a ``ZEROFIX_*`` name or value that is not known; it names the nearest
+            right one.
+    """
+    fix_of = {toggle(fix): fix for fix in fixes}
+    allowed = GENERAL | dict.fromkeys(fix_of, FIX_VALUES)
+    given = {
+        name: value
+        for name, value in environ.items()
+        if name == PREFIX or name.startswith(PREFIX + "_")
+    }
+    for name, value in given.items():
+        if name not in allowed:
+            raise SettingsError(f"{name} is not a setting of zerofix.{suggest(name, allowed)}")
+        if value not in allowed[name]:
+            raise SettingsError(
+                f"{name}={value!r} is not understood; it takes {', '.join(allowed[name])}."
+                f"{suggest(value, allowed[name])}"
+            )
+
+    def setting(name: str) -> str:
+        return given.get(name, GENERAL[name][0])
+
+    return Settings(
+        enabled=setting("ZEROFIX") == "1",
+        strict=setting("ZEROFIX_STRICT") == "1",
+        log=setting("ZEROFIX_LOG"),
+        fixes={fix: given[name] for name, fix in fix_of.items() if name in given},
+        given=given,
+        first_rank=_first(environ, _RANK),
+        first_on_node=_first(environ, _LOCAL_RANK),
+    )
+
+
+def _first(environ: Mapping[str, str], variables: Iterable[str]) -> bool:
+    return next((environ[name] for name in variables if name in environ), "0") == "0"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean X?`` for the nearest known word, else the list of them."""
+    import difflib
+
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}."

@@ -1,0 +1,96 @@
+"""Runs the reproductions, on stock DeepSpeed and with zerofix, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from zerofix.gate import State
+from zerofix.settings import toggle
+
+NOT_NEEDED = (State.FIXED_UPSTREAM.value, State.NOT_AFFECTED.value)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of one reproduction."""
+
+    fix: str
+    measures: str
+    stock: float | None
+    """Error on stock DeepSpeed; None when the program did not end well."""
+    patched: float | None
+    """Error with zerofix."""
+    tolerance: float
+    state: str
+    deepspeed: str
+    verdict: str
+    ok: bool
+    detail: str = ""
+    """What went wrong, where something did."""
+
+
+def verify(names: Iterable[str]) -> Iterator[Verdict]:
+    """Run the reproductions of these fixes, one after the other."""
+    for name in names:
+        with ThreadPoolExecutor(2) as pool:
+            stock = pool.submit(_run, name, {"ZEROFIX": "0"})
+            patched = pool.submit(_run, name, {toggle(name): os.environ.get(toggle(name), "1")})
+            yield _judge(name, stock.result(), patched.result())
+
+
+def _run(name: str, toggles: dict[str, str]) -> dict[str, Any]:
+    """The result of ``python -m zerofix.repro``; ``{"crash": ...}`` when there is none."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("ZEROFIX", "ZEROFIX_STRICT")}
+    if toggles.get(toggle(name)) == "0":
+        toggles = {toggle(name): "1"}  # to verify a fix is to want it
+    command = [sys.executable, "-m", "zerofix.repro", name]
+    done = subprocess.run(command, env=environ | toggles, capture_output=True, text=True)
+    try:
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"crash": f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}"}
+    return result
+
+
+def _judge(name: str, stock: dict[str, Any], patched: dict[str, Any]) -> Verdict:
+    known = stock if "crash" not in stock else patched
+    tolerance = float(known.get("tolerance", 0.0))
+    errors = [float(run["error"]) if "error" in run else None for run in (stock, patched)]
+    right = [error is not None and error <= tolerance for error in errors]
+    state = patched.get("state", State.FAILED.value)
+    detail = "\n".join(
+        f"{kind}: {run['crash']}"
+        for kind, run in (("stock", stock), ("with zerofix", patched))
+        if "crash" in run
+    )
+    if "crash" in patched:
+        verdict, ok = "did not run", False
+    elif state in NOT_NEEDED:
+        verdict, ok = ("not needed", True) if all(right) else ("wrong, and no fix", False)
+    elif state != State.APPLIED.value:
+        verdict, ok, detail = "not applied", False, patched["reason"]
+    elif not right[1]:
+        verdict, ok = "still wrong", False
+    elif right[0]:
+        verdict, ok = "not reproduced", False
+    else:
+        verdict, ok = "repaired", True
+    return Verdict(
+        fix=name,
+        measures=known.get("measures", ""),
+        stock=errors[0],
+        patched=errors[1],
+        tolerance=tolerance,
+        state=state,
+        deepspeed=known.get("deepspeed", ""),
+        verdict=verdict,
+        ok=ok,
+        detail=detail,
+    )
