@@ -23,6 +23,8 @@ from zerofix.gate import State
 from zerofix.patches import CATALOGUE
 from zerofix.report import UNMET, FixStatus
 from zerofix.settings import suggest, toggle
+from zerofix.verify import Verdict
+from zerofix.verify import verify as run
 
 FIXES = {fix.name: fix for fix in CATALOGUE}
 COLOURS = {State.APPLIED: "green", State.FIXED_UPSTREAM: "cyan", State.NOT_AFFECTED: "cyan"}
@@ -130,27 +132,25 @@ def diff(fix: Fix | None) -> None:
     from zerofix.diff import unified_diff
 
     import_deepspeed()
-    console = Console()
-    shown = False
-    for each in [fix] if fix else CATALOGUE:
-        for target in each.targets:
-            changes = {k: v for k, v in patcher.changes(target.path).items() if k == each.name}
-            site = patcher.site(target.path)
-            if site is None or not changes:
-                continue
-            text = unified_diff(site, changes)
-            shown = True
-            if console.is_terminal:
-                console.print(Syntax(text, "diff", background_color="default", word_wrap=True))
-            else:
-                click.echo(text, nl=False)
-    if not shown:
-        state = (
-            f"{fix.name} is {zerofix.status()[fix.name].state.value}"
-            if fix
-            else "no fix is applied"
+    places = []
+    for path in dict.fromkeys(t.path for each in CATALOGUE for t in each.targets):
+        changes = patcher.changes(path)
+        chosen = {name: changes[name] for name in changes if fix is None or name == fix.name}
+        site = patcher.site(path)
+        if site is not None and chosen:
+            places.append((site, chosen))
+    if not places:
+        what = (
+            f"{fix.name} is {zerofix.status()[fix.name].state.value}" if fix else "no fix applied"
         )
-        click.echo(f"Nothing is changed: {state}.", err=True)
+        click.echo(f"Nothing is changed: {what}.", err=True)
+        return
+    text = unified_diff(places)
+    console = Console()
+    if console.is_terminal:
+        console.print(Syntax(text, "diff", background_color="default", word_wrap=True))
+    else:
+        click.echo(text, nl=False)
 
 
 @main.command()
@@ -161,8 +161,6 @@ def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
 
     Uses CUDA where there is one. The exit code is 0 when all that this release needs is repaired.
     """
-    from zerofix.verify import verify as run
-
     names = [fix.name for fix in fixes or CATALOGUE]
     columns = (
         TextColumn("{task.description}"),
@@ -180,23 +178,27 @@ def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(result) for result in results], indent=2))
     else:
-        table = Table(title=f"DeepSpeed {results[0].deepspeed}", title_justify="left")
-        table.add_column("fix")
-        table.add_column("error measured")
-        for heading in ("stock", "zerofix", "tolerance"):
-            table.add_column(heading, justify="right")
-        table.add_column("verdict")
-        for r in results:
-            verdict = f"[{'green' if r.ok else 'red'}]{r.verdict}[/]"
-            if r.state != State.APPLIED.value:
-                verdict += f" ({r.state})"
-            cells = [number(r.stock), number(r.patched), f"{r.tolerance:.0e}"]
-            table.add_row(r.fix, r.measures, *cells, verdict)
-        Console().print(table)
-        for r in results:
-            if r.detail:
-                click.echo(f"{r.fix}: {r.detail}", err=True)
+        print_results(Console(), results)
     sys.exit(0 if all(r.ok for r in results) else 1)
+
+
+def print_results(console: Console, results: list[Verdict]) -> None:
+    table = Table(title=f"DeepSpeed {results[0].deepspeed}", title_justify="left")
+    table.add_column("fix", no_wrap=True)
+    for heading in ("stock", "zerofix", "tolerance"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    for r in results:
+        verdict = f"[{'green' if r.ok else 'red'}]{r.verdict}[/]"
+        if r.state != State.APPLIED.value:
+            verdict += f" ({r.state})"
+        table.add_row(r.fix, number(r.stock), number(r.patched), f"{r.tolerance:.0e}", verdict)
+    console.print(table)
+    for r in results:
+        console.print(f"{r.fix}: {r.measures}", highlight=False)
+    for r in results:
+        if r.detail:
+            click.echo(f"{r.fix}: {r.detail}", err=True)
 
 
 def number(error: float | None) -> str:

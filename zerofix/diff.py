@@ -6,52 +6,48 @@ import ast
 import difflib
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from zerofix.edits import edited, find
 from zerofix.fix import Around, Change, Edit
 from zerofix.source import Site
 
 
-def unified_diff(site: Site, changes: Mapping[str, Change]) -> str:
-    """A unified diff of one target, with the file's own line numbers.
+def unified_diff(places: Iterable[tuple[Site, Mapping[str, Change]]]) -> str:
+    """A unified diff of the installed files and what runs instead.
+
+    The edits make a patch that ``patch`` would accept. Other changes follow it, as the code that
+    they add.
 
     Args:
-        changes: fix name to the change it makes here. Changes other than edits are shown as
-            the code that they add.
+        places: targets, each with fix name to change.
     """
-    file = site.function.__code__.co_filename
-    before = definition_text(site)
-    after = before
-    for change in changes.values():
-        if isinstance(change, Edit):
-            after = _substitute(after, change)
-    lines = list(
-        difflib.unified_diff(
-            before.splitlines(),
-            after.splitlines(),
-            file,
-            f"{file} ({', '.join(changes)})",
-            lineterm="",
-        )
-    )
-    first = site.function.__code__.co_firstlineno
-    lines = [_shift(line, first - 1) if line.startswith("@@") else line for line in lines]
-    for name, change in changes.items():
-        if not isinstance(change, Edit):
-            code = change.make if isinstance(change, Around) else change.body
-            verb = "wrapped" if isinstance(change, Around) else "replaced"
-            lines += [f"--- {site.path}", f"+++ {verb} by {name}"]
-            lines += ["+" + line for line in inspect.getsource(code).splitlines()]
-    return "\n".join(lines) + "\n"
-
-
-def definition_text(site: Site) -> str:
-    """The installed text of a target, decorators included."""
-    with open(site.function.__code__.co_filename, encoding="utf-8") as file:
-        lines = file.readlines()
-    end = site.node.end_lineno
-    return "".join(lines[site.function.__code__.co_firstlineno - 1 : end])
+    edits: dict[str, list[tuple[Site, Mapping[str, Change]]]] = {}
+    additions = []
+    for site, changes in places:
+        edits.setdefault(site.function.__code__.co_filename, []).append((site, changes))
+        for name, change in changes.items():
+            if not isinstance(change, Edit):
+                code = change.make if isinstance(change, Around) else change.body
+                verb = "wrapped" if isinstance(change, Around) else "replaced"
+                additions += [f"--- {site.path}", f"+++ {verb} by {name}"]
+                additions += ["+" + line for line in inspect.getsource(code).splitlines()]
+    lines: list[str] = []
+    for file, sites in edits.items():
+        with open(file, encoding="utf-8") as opened:
+            before = opened.read().splitlines()
+        after = list(before)
+        # From the end of the file: text that is put in must not shift what is still to come.
+        for site, changes in sorted(sites, key=lambda place: -place[0].node.lineno):
+            first, end = site.function.__code__.co_firstlineno - 1, site.node.end_lineno
+            text = "\n".join(after[first:end])
+            for change in changes.values():
+                if isinstance(change, Edit):
+                    text = _substitute(text, change)
+            after[first:end] = text.splitlines()
+        names = ", ".join(dict.fromkeys(name for _, changes in sites for name in changes))
+        lines += difflib.unified_diff(before, after, file, file, "", names, lineterm="")
+    return "\n".join(lines + additions) + "\n"
 
 
 def _substitute(text: str, edit: Edit) -> str:
@@ -90,13 +86,3 @@ def _parse(text: str) -> ast.FunctionDef:
     definition = branch.body[0]
     assert isinstance(definition, ast.FunctionDef)
     return definition
-
-
-def _shift(header: str, by: int) -> str:
-    """Move the line numbers of a hunk header ``@@ -a,b +c,d @@``."""
-    old, new = header.split()[1:3]
-    parts = []
-    for sign, span in (("-", old), ("+", new)):
-        start, comma, length = span[1:].partition(",")
-        parts.append(f"{sign}{int(start) + by}{comma}{length}")
-    return f"@@ {' '.join(parts)} @@"

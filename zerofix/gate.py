@@ -70,8 +70,9 @@ def decide(fix: Fix, fingerprints: Mapping[str, str], version: str, *, force: bo
     if {"wrong", "right"} <= kinds:
         right = ", ".join(short(path) for path, v in verdicts.items() if v == "right")
         return Decision(False, State.UNRECOGNISED, f"repaired in part: {right} is right already")
-    if "wrong" in kinds:
-        place = _place(fix, version)
+    place = _place(fix, version)
+    # Where the bodies are the same with and without the defect, only the version can tell.
+    if "wrong" in kinds or ("right" not in kinds and place in ("within", "nowhere")):
         if place == "within":
             return Decision(True, State.APPLIED, f"DeepSpeed {version} has the defect")
         return Decision(
@@ -80,7 +81,7 @@ def decide(fix: Fix, fingerprints: Mapping[str, str], version: str, *, force: bo
             f"DeepSpeed {version or 'of unknown version'} should not have the defect, but the "
             "installed source has it",
         )
-    if _place(fix, version) == "before":
+    if place == "before":
         return Decision(
             False, State.NOT_AFFECTED, f"the defect came with DeepSpeed {fix.introduced}"
         )

@@ -93,8 +93,10 @@ class Patcher:
                 for path, party in covered.items()
                 for name in self._changes[path]
             }
-            for path in [p for p in self._installed if p not in covered]:
-                self._write(path, {n: c for n, c in self._changes[path].items() if n in stay})
+            for path, changes in list(self._changes.items()):
+                left = {name: change for name, change in changes.items() if name in stay}
+                if left != changes:
+                    self._write(path, left)
             for name in self._fixes:
                 if name in stay:
                     self._states[name] = (State.APPLIED, stay[name])
@@ -144,23 +146,31 @@ class Patcher:
             hooks.when_imported("deepspeed", self._on_import)
 
     def _on_import(self, module: str) -> None:
+        try:
+            with self._lock:
+                self._imported.add(module)
+                self._forget_reloaded(module)
+                self._settle_ready()
+                self._tell(module)
+        except NotAppliedError:
+            raise
+        except Exception as error:  # a defect of ours must not break the user's import
+            if self._settings.strict:
+                raise
+            self._say(f"zerofix: {type(error).__name__}: {error}", every_node=True)
+
+    def _tell(self, module: str) -> None:
         from zerofix.report import UNMET, summary
 
-        with self._lock:
-            self._imported.add(module)
-            self._forget_reloaded(module)
-            self._settle_ready()
-            status = self.status()
-            missing = [fix for fix in status.fixes if fix.state in UNMET]
-            if missing and self._settings.strict:
-                raise NotAppliedError(
-                    "; ".join(
-                        f"{f.name} is not applied ({f.state.value}): {f.reason}" for f in missing
-                    )
-                    + " (ZEROFIX_STRICT=1)"
-                )
-            if module == "deepspeed" and self._settings.log != "quiet":
-                self._say(summary(status))
+        status = self.status()
+        missing = [fix for fix in status.fixes if fix.state in UNMET]
+        if missing and self._settings.strict:
+            raise NotAppliedError(
+                "; ".join(f"{f.name} is not applied ({f.state.value}): {f.reason}" for f in missing)
+                + " (ZEROFIX_STRICT=1)"
+            )
+        if module == "deepspeed" and self._settings.log != "quiet":
+            self._say(summary(status))
 
     def _forget_reloaded(self, module: str) -> None:
         """Start over with the targets of a module that was imported anew."""
@@ -200,7 +210,7 @@ class Patcher:
             state, reason = State.CONFLICT, str(error)
         except (Unreadable, EditError) as error:
             state, reason = State.UNRECOGNISED, str(error)
-        except Exception as error:  # a defect of ours must not break the user's import
+        except Exception as error:
             state, reason = State.FAILED, f"{type(error).__name__}: {error}"
         self._states[fix.name] = (state, reason)
         if state in UNMET:

@@ -159,6 +159,8 @@ def _canonical(node: object) -> Iterator[str]:
             value = getattr(node, field, None)
             if field == "body" and _has_docstring(node):
                 value = value[1:]  # type: ignore[index]
+            if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty pieces
+                value = [v for v in node.values if getattr(v, "value", None) != ""]
             # Fields that only some Pythons have are written when they are filled.
             if value is None or value == [] or field in ("ctx", "kind", "type_comment"):
                 continue

@@ -1,0 +1,31 @@
+# Two commands on a fresh machine: make demo, make test.
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint matrix clean
+
+demo: $(INSTALLED)
+	$(VENV)/bin/zerofix verify
+
+test: $(INSTALLED)
+	$(VENV)/bin/pytest
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy zerofix
+
+# The demo and the tests of tests/releases on other releases of DeepSpeed; one of them:
+# .venv/bin/nox -s "release(0.17.6)"
+matrix: $(INSTALLED)
+	$(VENV)/bin/nox
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .deepspeed .nox

@@ -1,0 +1,95 @@
+"""A training step with copy_grads against the same step on stock DeepSpeed.
+
+    python benchmarks/copy_grads.py [--blocks N]
+
+One process, one engine a configuration: blocks of steps alternate between stock and patched
+(`zerofix.revert`, `zerofix.apply`), and the ratio is that of the medians. Writes
+benchmarks/results/copy_grads.json. Needs a release that has the defect.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import zerofix
+
+STEPS = 20
+
+
+def engine(stage: int, accumulation: int):
+    import deepspeed
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+    made, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 0.0,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+        },
+    )
+    return made
+
+
+def seconds(made, accumulation: int) -> float:
+    import torch
+
+    batch = torch.ones(4, 512, device=made.device)
+    start = time.perf_counter()
+    for _ in range(STEPS * accumulation):
+        made.backward(made(batch).sum())
+        made.step()
+    return (time.perf_counter() - start) / STEPS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=15)
+    blocks = parser.parse_args().blocks
+
+    import deepspeed
+    import torch.distributed
+    from deepspeed.accelerator import get_accelerator
+    from results import write
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = get_accelerator().communication_backend_name()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+
+    figures = []
+    for stage in (1, 2):
+        for accumulation in (1, 4):
+            made = engine(stage, accumulation)
+            times: dict[str, list[float]] = {"stock": [], "zerofix": []}
+            for block in range(2 * blocks + 2):
+                if block % 2:
+                    zerofix.apply("copy_grads")
+                else:
+                    zerofix.revert()
+                took = seconds(made, accumulation)
+                if block >= 2:
+                    times["zerofix" if block % 2 else "stock"].append(took)
+            stock, patched = (statistics.median(times[kind]) for kind in ("stock", "zerofix"))
+            figures.append(
+                {
+                    "stage": stage,
+                    "gradient_accumulation_steps": accumulation,
+                    "stock_ms": round(1e3 * stock, 3),
+                    "zerofix_ms": round(1e3 * patched, 3),
+                    "ratio": round(patched / stock, 3),
+                }
+            )
+    write("copy_grads", {"blocks": blocks, "steps_per_block": STEPS, "figures": figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Writes result files: what was measured, on what, when."""
+
+import datetime
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def write(name: str, measured: dict[str, Any]) -> None:
+    """Write ``results/NAME.json`` and print it."""
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
+    versions = {p: metadata.version(p) for p in ("zerofix", "deepspeed", "torch")}
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{len(models)} x {models[0]}" if models else platform.processor(),
+        "python": platform.python_version(),
+        **versions,
+        **measured,
+    }
+    text = json.dumps(result, indent=1)
+    (FOLDER / f"{name}.json").write_text(text + "\n")
+    print(text)

@@ -1,0 +1,28 @@
+"""The demo and the release tests, on one DeepSpeed release a session.
+
+All sessions share the torch of the environment that nox runs in; each release lies in a folder
+of its own, .deepspeed/RELEASE, that goes first on the module path.
+"""
+
+import sys
+from pathlib import Path
+
+import nox
+
+# 0.18.4 is what `make test` runs on. These are the releases at which a body changes that a fix
+# is about, the first and the last that is affected, and the newest.
+RELEASES = ["0.16.0", "0.16.9", "0.17.2", "0.17.6", "0.18.2", "0.18.9", "0.19.0", "0.19.8"]
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("deepspeed", RELEASES, ids=RELEASES)
+def release(session: nox.Session, deepspeed: str) -> None:
+    """zerofix verify and tests/releases on one release."""
+    folder = Path(".deepspeed", deepspeed).absolute()
+    if not (folder / "deepspeed").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--no-build-isolation"]
+        session.run(*command, "--target", str(folder), f"deepspeed=={deepspeed}")
+    path = {"PYTHONPATH": str(folder)}
+    session.run(sys.executable, "-m", "zerofix", "verify", env=path)
+    session.run(sys.executable, "-m", "pytest", "tests/releases", *session.posargs, env=path)
