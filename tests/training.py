@@ -50,6 +50,9 @@ class Scenario:
     overflow: int = -1
     """The step whose first micro-batch has a loss of infinity."""
 
+    no_reset: bool = False
+    """Steps end without ``reset_cpu_buffers``, as one of parallel ZenFlow's does."""
+
     def __str__(self) -> str:
         words = [f"zero{self.stage}", "offload" if self.offload else "no-offload", self.optimizer]
         words += [self.dtype, f"ga{self.ga_steps}", "-".join(map(str, self.backwards))]
@@ -57,6 +60,7 @@ class Scenario:
         words += ["scattered"] * (not self.contiguous_gradients)
         words += ["branch" + "".join(map(str, self.branch))] * bool(self.branch)
         words += [f"overflow{self.overflow}"] * (self.overflow >= 0)
+        words += ["no-reset"] * self.no_reset
         return " ".join(words)
 
     @property
@@ -292,6 +296,8 @@ def train(scenario: Scenario, rank: int, world_size: int) -> Outcome:
     )
     device = get_accelerator().current_device_name()
     buffers: dict[int, Tensor] = getattr(engine.optimizer, "accumulated_grads_in_cpu", {})
+    if scenario.no_reset:
+        engine.optimizer.reset_cpu_buffers = lambda: None
     with counting_copies(buffers) as copies:
         for step, backwards in enumerate(scenario.backwards):
             for index in range(backwards):

@@ -34,8 +34,8 @@ FIX = Fix(
                 ),
             ),
         ),
-        # At the boundary the whole sum goes on to the fp32 buffer; written back here as well,
-        # it would be added to the next step.
+        # A sum that has been used is no part of the next one. At the boundary the whole sum goes
+        # on to the fp32 buffer: there is nothing to keep.
         Target(
             f"{_OPTIMIZER}.async_accumulate_grad_in_cpu_via_gpu",
             Edit(
@@ -49,13 +49,15 @@ else:
 partial_sums = self.__dict__.setdefault("partial_sums_in_cpu", set())
 if param_id in partial_sums:
     accumulate_gradients()
+    partial_sums.remove(param_id)
 if not self.is_gradient_accumulation_boundary:
     copy_gradients_to_cpu()
     partial_sums.add(param_id)
 """,
             ),
         ),
-        # Runs at the end of every step, also of one that is skipped for an overflow.
+        # Runs at the end of a step, also of one that is skipped for an overflow: a parameter that
+        # has no gradient at the boundary must not meet its sum in the next step.
         Target(
             f"{_OPTIMIZER}.reset_cpu_buffers",
             Edit(

@@ -34,7 +34,7 @@ def error(
     ``gradient_accumulation_steps`` set the accumulation boundary by hand, as a trainer with
     batches of varying size does.
     """
-    with _quiet():
+    with quiet():
         trained = _deepspeed(zero_optimization, gradient_accumulation_steps, backwards)
     expected = _plain_torch(gradient_accumulation_steps, backwards)
     pairs = zip(trained, expected, strict=True)
@@ -119,7 +119,7 @@ def _join_world_of_one() -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep DeepSpeed's messages off stdout; its warnings and errors go to stderr."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)

@@ -39,6 +39,7 @@ OTHER_ROADS = [
     replace(ACCUMULATED, overlap_comm=True),
     replace(ACCUMULATED, ga_steps=2, backwards=(2, 2, 2)),
     replace(ACCUMULATED, ga_steps=2, backwards=(2, 3, 1, 2)),
+    replace(ACCUMULATED, no_reset=True),
 ]
 OVERFLOWING = [
     replace(BY_HAND, backwards=(3, 2, 3), dtype="fp16", overflow=1),
