@@ -11,6 +11,7 @@ from zerofix import verify
 from zerofix.cli import main
 
 RELEASE = metadata.version("deepspeed")
+PYTHON = sys.executable
 
 
 def zerofix(*arguments, **variables):
@@ -116,7 +117,7 @@ def run(error=None, state="applied", crash=None):
     [
         (run(1.0), run(0.0), "repaired", True),
         (run(float("nan")), run(0.0), "repaired", True),
-        (run(crash="KeyError"), run(0.0), "repaired", True),
+        (run(crash="KeyError"), run(0.0), "did not run", False),
         (run(1.0), run(1.0), "still wrong", False),
         (run(1.0), run(float("nan")), "still wrong", False),
         (run(0.0), run(0.0), "not reproduced", False),
@@ -130,3 +131,18 @@ def test_verdicts(stock, patched, verdict, ok):
     judged = verify._judge("copy_grads", stock, patched)
     assert (judged.verdict, judged.ok) == (verdict, ok)
     assert ("KeyError" in judged.detail) == ("crash" in stock or "crash" in patched)
+
+
+def test_a_program_that_dies_after_its_result_did_not_run(monkeypatch, tmp_path):
+    for text in ("import os; print('zerofix result: {}'); os._exit(9)", "print('no result')"):
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{PYTHON}" -c "{text}"\n')
+        (tmp_path / "python").chmod(0o755)
+        assert "exit code" in verify._run("copy_grads", {})["crash"]
+
+
+def test_verify_without_deepspeed_says_so(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(main, ["verify"])
+    assert result.exit_code == 1
+    assert "DeepSpeed is not installed in this environment" in result.output

@@ -8,6 +8,7 @@ from packaging.version import Version
 
 from zerofix.gate import State, decide, known_bodies, short
 from zerofix.patches import CATALOGUE, copy_grads, grad_accumulation
+from zerofix.source import ABSENT
 
 RELEASES = json.loads(resources.files("zerofix").joinpath("releases.json").read_text())
 
@@ -74,6 +75,12 @@ def test_an_unknown_body_is_not_touched_unless_forced():
     forced = decide(copy_grads.FIX, found, "0.18.4", force=True)
     assert (forced.apply, forced.state) == (True, State.APPLIED)
     assert forced.reason.startswith("forced: ")
+
+
+def test_a_target_that_is_absent_cannot_be_forced():
+    found = bodies(copy_grads.FIX, "0.18.4") | {copy_grads.FIX.targets[0].path: ABSENT}
+    decision = decide(copy_grads.FIX, found, "0.18.4", force=True)
+    assert (decision.apply, decision.state) == (False, State.UNRECOGNISED)
 
 
 def test_half_a_backport_is_not_touched_even_when_forced():

@@ -95,6 +95,26 @@ def test_a_half_import_in_another_thread_calls_back_in_that_thread(package):
     assert seen == [("importer", "importer")]
 
 
+def test_two_who_wait_for_a_half_import_leave_no_trace(package):
+    package(
+        "hook_i",
+        "from zerofix import hooks\nhooks.when_imported('hook_i', len)\n"
+        "hooks.when_imported('hook_i', len)",
+    )
+    module = importlib.import_module("hook_i")
+    assert type(module.__spec__) is importlib.machinery.ModuleSpec
+
+
+def test_a_watched_modules_spec_can_be_copied(package):
+    import copy
+    import importlib.util
+
+    package("hook_j", "x = 1")
+    hooks.when_imported("hook_j", print)
+    spec = copy.deepcopy(importlib.util.find_spec("hook_j"))
+    assert spec.loader.get_source("hook_j") == "x = 1"
+
+
 def test_a_failed_half_import_does_not_call_back(package):
     package("hook_f", "from zerofix import hooks\nhooks.when_imported('hook_f', print)\n1 / 0")
     with pytest.raises(ZeroDivisionError):

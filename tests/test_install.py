@@ -106,7 +106,7 @@ def test_a_misspelt_toggle_is_an_error_that_suggests_the_right_one():
 
 
 @affected
-def test_revert_leaves_a_fix_whole_that_somebody_has_patched_over():
+def test_a_fix_that_somebody_patches_over_is_a_conflict_and_revert_leaves_it_whole():
     told = answer(
         """
         import zerofix, deepspeed, json
@@ -114,17 +114,63 @@ def test_revert_leaves_a_fix_whole_that_somebody_has_patched_over():
         ours = dict(vars(Z))
         def theirs(self): pass
         Z.reset_cpu_buffers = theirs
+        before = zerofix.status()
         status = zerofix.revert()["copy_grads"]
-        print(json.dumps([status.state.value, status.reason,
+        told = [before.ok, status.state.value, status.reason,
             vars(Z)["copy_grads_in_partition"] is ours["copy_grads_in_partition"],
-            Z.reset_cpu_buffers is theirs]))
+            Z.reset_cpu_buffers is theirs]
+        Z.reset_cpu_buffers = ours["reset_cpu_buffers"]
+        print(json.dumps([*told, zerofix.status()["copy_grads"].state.value]))
         """
     )
-    state, reason, kept, theirs = told
-    assert state == "applied"
+    ok, state, reason, kept, theirs, after = told
+    assert not ok
+    assert state == "conflict"
+    assert after == "applied"
     assert "reset_cpu_buffers has been patched over by __main__ (<string>:" in reason
     assert kept
     assert theirs
+
+
+@affected
+@pytest.mark.parametrize(
+    "stderr", ["sys.stderr.close()", "sys.stderr = None", "sys.stderr = open('/dev/full', 'w')"]
+)
+def test_nothing_to_write_to_is_no_reason_to_fail(stderr):
+    done = python(f"import sys; {stderr}\nimport zerofix, deepspeed\n" + TELL)
+    assert len(done.stdout.splitlines()) == 1
+    assert json.loads(done.stdout)["states"]["copy_grads"] == "applied"
+
+
+@affected
+def test_deepspeed_that_is_imported_anew_or_by_somebody_elses_finder_is_repaired():
+    told = answer(
+        """
+import sys
+from importlib.machinery import PathFinder
+import zerofix, deepspeed
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return PathFinder.find_spec(name, path) if name == "deepspeed" else None
+for name in [name for name in sys.modules if name.startswith("deepspeed")]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Finder())
+import deepspeed
+"""
+        + TELL
+    )
+    assert told["states"]["copy_grads"] == "applied"
+    assert told["reasons"]["copy_grads"] == f"DeepSpeed {VERSION} has the defect"
+    assert told["edited"]
+
+
+@affected
+def test_a_reload_of_zerofix_keeps_what_it_knows():
+    told = answer(
+        "import zerofix, deepspeed, importlib; importlib.reload(zerofix); zerofix.revert()" + TELL
+    )
+    assert told["states"]["copy_grads"] == "disabled"
+    assert not told["edited"]
 
 
 @affected

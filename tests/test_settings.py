@@ -6,7 +6,7 @@ FIXES = ["copy_grads", "grad_accumulation"]
 
 
 def test_nothing_set_means_everything_on():
-    settings = read(FIXES, {"PATH": "/bin", "ZEROFIXES": "unrelated"})
+    settings = read(FIXES, {"PATH": "/bin", "ZEROFIXES": "unrelated", "ZEROFIX_STRICT": ""})
     assert settings.wants("copy_grads")
     assert not settings.forces("copy_grads")
     assert not settings.strict
@@ -55,6 +55,7 @@ def test_toggles_are_derived_from_names():
     [
         ({}, True, True),
         ({"RANK": "0", "LOCAL_RANK": "0"}, True, True),
+        ({"RANK": "", "LOCAL_RANK": ""}, True, True),
         ({"RANK": "8", "LOCAL_RANK": "0"}, False, True),
         ({"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, False, False),
         ({"SLURM_PROCID": "3", "SLURM_LOCALID": "3"}, False, False),

@@ -90,6 +90,16 @@ class Engine(Base):
     def nested(self, values):
         return [v for v in values if v > 1], (lambda v: v > 1)(values[0])
 
+    def repeats(self, n):
+        self.n = n
+        n.append(1)
+        n.append(1)
+        n.append(1)
+        return self.n
+
+    def __private(self, x):
+        return x > 1
+
     class Inner:
         def deep(self, x):
             return x > 1
@@ -238,6 +248,21 @@ def test_an_edit_may_not_close_over_what_is_not_there(acme):
     build(site, [Edit("x + offset", "x + elsewhere")])  # a global: allowed, as in any source
     with pytest.raises(EditError, match="an expression cannot become"):
         build(site, [Edit("x + offset", "x = 1")])
+
+
+def test_an_edit_that_would_do_nothing_or_overlap_is_refused(acme):
+    with pytest.raises(EditError, match="found 0"):  # a default has been evaluated
+        build(locate("acme:Engine.total", acme), [Edit("2", "3")])
+    site = locate("acme:Engine.repeats", acme)
+    with pytest.raises(EditError, match="overlap"):
+        build(site, [Edit("n.append(1)\nn.append(1)", "n.append(2)", times=2)])
+    with pytest.raises(EditError, match="assigned to"):
+        build(site, [Edit("self.n", "self.m", times=2)])
+
+
+def test_private_functions_can_be_edited(acme):
+    rebuilt(acme, "Engine.__private", ONE_TO_ZERO)
+    assert acme.Engine()._Engine__private(1)
 
 
 def test_formatting_does_not_hide_a_match(acme):

@@ -52,6 +52,8 @@ class Scenario:
 
     no_reset: bool = False
     """Steps end without ``reset_cpu_buffers``, as one of parallel ZenFlow's does."""
+    discard: str = ""
+    """Before each step one more backward, that is thrown away: ``zero_grad`` or ``load``."""
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", "offload" if self.offload else "no-offload", self.optimizer]
@@ -60,7 +62,7 @@ class Scenario:
         words += ["scattered"] * (not self.contiguous_gradients)
         words += ["branch" + "".join(map(str, self.branch))] * bool(self.branch)
         words += [f"overflow{self.overflow}"] * (self.overflow >= 0)
-        words += ["no-reset"] * self.no_reset
+        words += ["no-reset"] * self.no_reset + [f"discard-{self.discard}"] * bool(self.discard)
         return " ".join(words)
 
     @property
@@ -87,6 +89,8 @@ class Outcome:
     """Elements copied into or out of them, in all steps."""
     copied_elements: int
     """Elements copied by any ``Tensor.copy_``, in all steps."""
+    left_over: int
+    """Partial sums that no step has used."""
 
 
 def launch(
@@ -300,6 +304,18 @@ def train(scenario: Scenario, rank: int, world_size: int) -> Outcome:
         engine.optimizer.reset_cpu_buffers = lambda: None
     with counting_copies(buffers) as copies:
         for step, backwards in enumerate(scenario.backwards):
+            if scenario.discard:
+                state = engine.optimizer.state_dict()
+                engine.set_gradient_accumulation_boundary(False)
+                x, y = (tensor.to(device) for tensor in micro_batch(step, 99, rank))
+                engine.backward(engine(x.to(precision(scenario)), y, True))
+                if scenario.discard == "load":
+                    states = [None] * world_size
+                    torch.distributed.all_gather_object(states, state)
+                    engine.optimizer.load_state_dict(states)
+                else:
+                    engine.zero_grad()
+                    engine.optimizer.zero_grad()
             for index in range(backwards):
                 if scenario.boundary_by_hand:
                     engine.set_gradient_accumulation_boundary(index == backwards - 1)
@@ -333,6 +349,7 @@ def train(scenario: Scenario, rank: int, world_size: int) -> Outcome:
         ),
         buffer_elements=copies.buffers,
         copied_elements=copies.all,
+        left_over=len(getattr(engine.optimizer, "partial_sums_in_cpu", ())),
     )
 
 

@@ -11,8 +11,9 @@ from zerofix.settings import SettingsError, read
 __all__ = ["NotAppliedError", "SettingsError", "__version__", "apply", "revert", "status"]
 __version__ = "0.1.0"
 
-_patcher = Patcher(CATALOGUE, read([fix.name for fix in CATALOGUE]), __version__)
-_patcher.activate()
+if "_patcher" not in globals():  # a reload keeps what knows how to revert
+    _patcher = Patcher(CATALOGUE, read([fix.name for fix in CATALOGUE]), __version__)
+    _patcher.activate()
 
 apply = _patcher.apply
 revert = _patcher.revert

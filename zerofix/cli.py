@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import sys
@@ -28,6 +29,9 @@ from zerofix.verify import verify as run
 
 FIXES = {fix.name: fix for fix in CATALOGUE}
 COLOURS = {State.APPLIED: "green", State.FIXED_UPSTREAM: "cyan", State.NOT_AFFECTED: "cyan"}
+
+
+NO_DEEPSPEED = "DeepSpeed is not installed in this environment: there is nothing to repair."
 
 
 class FixName(click.ParamType):  # type: ignore[type-arg]
@@ -110,6 +114,7 @@ def explain(fix: Fix) -> None:
     rows = {
         "symptom": fix.symptom,
         "cause": fix.cause,
+        "limits": fix.limits or "none known",
         "releases": f"from {since} on, {until}",
         "upstream": "\n".join(zerofix.status()[fix.name].links),
         "changes": "\n".join(f"{t.path} ({type(t.change).__name__.lower()})" for t in fix.targets),
@@ -161,6 +166,8 @@ def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
 
     Uses CUDA where there is one. The exit code is 0 when all that this release needs is repaired.
     """
+    if importlib.util.find_spec("deepspeed") is None:
+        stop(NO_DEEPSPEED)
     names = [fix.name for fix in fixes or CATALOGUE]
     columns = (
         TextColumn("{task.description}"),
@@ -216,7 +223,7 @@ def import_deepspeed() -> Any:
                     importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name == "deepspeed":
-            stop("DeepSpeed is not installed in this environment: there is nothing to repair.")
+            stop(NO_DEEPSPEED)
         stop(f"DeepSpeed cannot be imported: {error}\n{noise.getvalue()}")
     except Exception as error:
         stop(f"DeepSpeed cannot be imported: {type(error).__name__}: {error}\n{noise.getvalue()}")

@@ -53,6 +53,8 @@ def edited(definition: Definition, edits: Sequence[Edit]) -> Definition:
                 f"expected {edit.times} match(es) in {definition.name}, found {len(matches)}, of:"
                 f"\n{textwrap.indent(edit.find.strip(), '    ')}"
             )
+        if _overlap(matches):
+            raise EditError(f"matches in {definition.name} overlap:\n{edit.find}")
         put = _parse(edit.put)
         # From the back: statements that are put in must not shift the matches still to come.
         for holder, field, index, length in reversed(matches):
@@ -62,6 +64,10 @@ def edited(definition: Definition, edits: Sequence[Edit]) -> Definition:
             if index is None or isinstance(replaced, ast.expr):
                 if len(new) != 1 or not isinstance(new[0], ast.Expr):
                     raise EditError(f"an expression cannot become:\n{edit.put}")
+                if isinstance(getattr(replaced, "ctx", None), ast.Store | ast.Del):
+                    raise EditError(
+                        f"an expression that is assigned to cannot be edited:\n{edit.find}"
+                    )
                 if index is None:
                     setattr(holder, field, new[0].value)
                 else:
@@ -81,8 +87,12 @@ def find(definition: Definition, edit: Edit) -> Iterator[Match]:
     single = pattern[0].value if len(pattern) == 1 and isinstance(pattern[0], ast.Expr) else None
     wanted = [ast.dump(node) for node in pattern] if single is None else [_key(single)]
     size = len(wanted)
-    for parent in ast.walk(definition):
+    # Not in decorators and defaults: those have been evaluated.
+    inside = (node for statement in definition.body for node in ast.walk(statement))
+    for parent in [definition, *inside]:
         for field, value in ast.iter_fields(parent):
+            if parent is definition and field != "body":
+                continue
             if not isinstance(value, list):
                 if single is not None and isinstance(value, ast.expr) and _key(value) == wanted[0]:
                     yield parent, field, None, 1
@@ -94,6 +104,20 @@ def find(definition: Definition, edit: Edit) -> Iterator[Match]:
                 for i in range(len(value) - size + 1):
                     if [ast.dump(node) for node in value[i : i + size]] == wanted:
                         yield parent, field, i, size
+
+
+def _overlap(matches: Sequence[Match]) -> bool:
+    """Whether a node belongs to two matches."""
+    seen: set[int] = set()
+    for holder, field, index, length in matches:
+        found = getattr(holder, field)
+        roots = [found] if index is None else found[index : index + length]
+        # Nodes without a place, as contexts and operators, are shared.
+        nodes = {id(n) for root in roots for n in ast.walk(root) if hasattr(n, "lineno")}
+        if nodes & seen:
+            return True
+        seen |= nodes
+    return False
 
 
 def _key(node: ast.expr) -> str:
@@ -115,7 +139,10 @@ def _at(node: ast.stmt, place: ast.AST) -> ast.stmt:
 
 def _rebuild(site: Site, node: Definition) -> types.FunctionType:
     original = site.function
-    code = compile_definition(site, node)
+    try:
+        code = compile_definition(site, node)
+    except (SyntaxError, ValueError) as error:
+        raise EditError(f"{site.name} does not compile with its edits: {error}") from error
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
     if "__class__" in code.co_freevars:
         cells.setdefault("__class__", types.CellType(site.owner))

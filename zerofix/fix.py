@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing would take a good part of the time of import zerofix
+if TYPE_CHECKING:
+    from typing import Any
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,5 @@ class Fix:
     fixed: str | None
     """First release without it; None when no release is."""
     targets: tuple[Target, ...]
+    limits: str = ""
+    """What of the defect is left, where something is."""

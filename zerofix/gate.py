@@ -12,6 +12,7 @@ from importlib import resources
 from packaging.version import InvalidVersion, Version
 
 from zerofix.fix import Fix
+from zerofix.source import ABSENT
 
 
 class State(str, Enum):
@@ -64,7 +65,7 @@ def decide(fix: Fix, fingerprints: Mapping[str, str], version: str, *, force: bo
     kinds = set(verdicts.values())
     if unknown:
         reason = f"no release has this body of {', '.join(map(short, unknown))}"
-        if force:
+        if force and ABSENT not in fingerprints.values():
             return Decision(True, State.APPLIED, f"forced: {reason}")
         return Decision(False, State.UNRECOGNISED, reason)
     if {"wrong", "right"} <= kinds:

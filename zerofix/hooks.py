@@ -11,7 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 Callback = Callable[[str], None]
 
@@ -30,11 +33,16 @@ def when_imported(name: str, callback: Callback) -> None:
     module = sys.modules.get(name)
     if module is None:
         return
-    spec: Any = getattr(module, "__spec__", None)
-    if getattr(spec, "_initializing", False):
-        _observe(spec, module, callback)
+    if is_half_imported(name):
+        _observe(module.__spec__, module, callback)
     else:
         callback(name)
+
+
+def is_half_imported(name: str) -> bool:
+    """Whether an import of the module has begun and not come to its end."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 class _Finder:
@@ -81,6 +89,8 @@ class _Loader:
         _callbacks[module.__name__](module.__name__)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copy asks before there is a _loader
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
 
@@ -91,6 +101,8 @@ def _observe(spec: Any, module: ModuleType, callback: Callback) -> None:
     spec gets a class of its own until then.
     """
     plain = type(spec)
+    if plain.__qualname__ == "_observe.<locals>.Observed":
+        return
 
     class Observed(plain):  # type: ignore[misc, valid-type]
         @property

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
 
 from zerofix import hooks
 from zerofix.fix import Change, Fix
 from zerofix.settings import Settings, suggest, toggle
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:  # what the patching needs is imported with DeepSpeed, not with zerofix
+    from types import ModuleType
+    from typing import Any
+
     from zerofix.gate import State
     from zerofix.report import FixStatus, Status
     from zerofix.source import Site
@@ -32,7 +36,7 @@ class Patcher:
         self._settings = settings
         self._version = version
         self._lock = threading.RLock()
-        self._imported: set[str] = set()
+        self._imported: dict[str, ModuleType] = {}
         """Modules that are imported to their end, of those that matter here."""
         self._sites: dict[str, Site] = {}
         """Target path to the place, as DeepSpeed made it, of the targets looked at."""
@@ -69,7 +73,7 @@ class Patcher:
                 self._states.pop(name, None)
             self._watch()
             self._settle_ready()
-            status = self.status()[name]
+            status = self._status()[name]
         if status.state in UNMET:
             raise NotAppliedError(f"{name} is not applied ({status.state.value}): {status.reason}")
         return status
@@ -77,56 +81,30 @@ class Patcher:
     def revert(self) -> Status:
         """Put back what was there before, and apply nothing more until ``apply`` asks for it.
 
-        A fix stays whole where somebody else has patched over one of its targets since: its
-        reason in the returned status says so.
+        A fix stays whole where somebody else has patched over one of its targets since: it is in
+        conflict, and the reason says with whom.
         """
-        from zerofix.gate import State
-
         with self._lock:
-            covered = {
-                path: party
-                for path, site in self._sites.items()
-                if path in self._installed and (party := self._stranger(site))
-            }
-            stay = {
-                name: f"not reverted: {path} has been patched over by {party}"
-                for path, party in covered.items()
-                for name in self._changes[path]
-            }
+            stay = {name for name in self._applied() if self._patched_over(self._fixes[name])}
             for path, changes in list(self._changes.items()):
                 left = {name: change for name, change in changes.items() if name in stay}
                 if left != changes:
                     self._write(path, left)
             for name in self._fixes:
                 if name in stay:
-                    self._states[name] = (State.APPLIED, stay[name])
-                    self._say(f"zerofix: {name} is {stay[name]}")
+                    over = self._patched_over(self._fixes[name])
+                    self._say(f"zerofix: {name} is not reverted: {over}")
                 elif name not in self._off:
                     self._off[name] = "reverted by zerofix.revert()"
                     self._states.pop(name, None)
-            return self.status()
+            return self._status()
 
     def status(self) -> Status:
         """What became of every fix, so far."""
-        from zerofix.report import FixStatus, Status
-
         with self._lock:
-            return Status(
-                version=self._version,
-                deepspeed=self._deepspeed_version() if "deepspeed" in sys.modules else None,
-                settings=self._settings.given,
-                fixes=tuple(
-                    FixStatus(
-                        fix.name,
-                        fix.title,
-                        *self._state(fix),
-                        targets=tuple(target.path for target in fix.targets),
-                        upstream=fix.upstream,
-                        not_reached=tuple(self._overriding(fix)),
-                    )
-                    for fix in self._fixes.values()
-                ),
-            )
+            if len(self._off) < len(self._fixes):
+                self._watch()  # an import may have gone by our hooks
+            return self._status()
 
     def site(self, path: str) -> Site | None:
         """The place of a target as DeepSpeed made it; None until a fix has looked at it."""
@@ -140,18 +118,22 @@ class Patcher:
 
     def _watch(self) -> None:
         modules = {target.module for fix in self._fixes.values() for target in fix.targets}
-        for module in sorted(modules - self._imported):
-            hooks.when_imported(module, self._on_import)
-        if "deepspeed" not in self._imported:
-            hooks.when_imported("deepspeed", self._on_import)
+        # DeepSpeed itself comes last: with it, all is settled and summed up.
+        for module in (*sorted(modules), "deepspeed"):
+            if not self._is_here(module):
+                hooks.when_imported(module, self._on_import)
 
     def _on_import(self, module: str) -> None:
         try:
             with self._lock:
-                self._imported.add(module)
+                first = module not in self._imported
+                self._imported[module] = sys.modules[module]
+                if not self._is_here("deepspeed") and hooks.is_half_imported("deepspeed"):
+                    # Its own hook comes, unless a finder of somebody else's is loading it.
+                    hooks.when_imported("deepspeed", self._on_import)
                 self._forget_reloaded(module)
                 self._settle_ready()
-                self._tell(module)
+                self._tell(summarise=first and module == "deepspeed")
         except NotAppliedError:
             raise
         except Exception as error:  # a defect of ours must not break the user's import
@@ -159,17 +141,17 @@ class Patcher:
                 raise
             self._say(f"zerofix: {type(error).__name__}: {error}", every_node=True)
 
-    def _tell(self, module: str) -> None:
+    def _tell(self, *, summarise: bool) -> None:
         from zerofix.report import UNMET, summary
 
-        status = self.status()
+        status = self._status()
         missing = [fix for fix in status.fixes if fix.state in UNMET]
         if missing and self._settings.strict:
             raise NotAppliedError(
                 "; ".join(f"{f.name} is not applied ({f.state.value}): {f.reason}" for f in missing)
                 + " (ZEROFIX_STRICT=1)"
             )
-        if module == "deepspeed" and self._settings.log != "quiet":
+        if summarise and self._settings.log != "quiet":
             self._say(summary(status))
 
     def _forget_reloaded(self, module: str) -> None:
@@ -191,11 +173,8 @@ class Patcher:
 
     def _settle_ready(self) -> None:
         """Decide on every fix whose modules are there, and do as decided."""
-        if "deepspeed" not in self._imported:
-            return  # before its end DeepSpeed has no version, and nobody can train with it
         for fix in self._fixes.values():
-            waits = {target.module for target in fix.targets} - self._imported
-            if fix.name not in self._off and fix.name not in self._states and not waits:
+            if fix.name not in self._off and fix.name not in self._states and not self._waits(fix):
                 self._settle(fix)
 
     def _settle(self, fix: Fix) -> None:
@@ -289,18 +268,58 @@ class Patcher:
         now = vars(site.owner).get(site.name)
         return None if now is self._installed.get(site.path, site.attribute) else party(now)
 
+    def _patched_over(self, fix: Fix) -> str | None:
+        for target in fix.targets:
+            site = self._sites.get(target.path)
+            if site and target.path in self._installed and (party := self._stranger(site)):
+                return f"{target.path} has been patched over by {party}"
+        return None
+
+    def _is_here(self, module: str) -> bool:
+        """Whether a module is imported to its end, and is still the one that was."""
+        return module in self._imported and sys.modules.get(module) is self._imported[module]
+
+    def _waits(self, fix: Fix) -> list[str]:
+        """The modules that must be imported before the fix can be settled.
+
+        DeepSpeed itself among them: before its end it has no version, and nobody trains with it.
+        """
+        modules = {"deepspeed"} | {target.module for target in fix.targets}
+        return sorted(module for module in modules if not self._is_here(module))
+
+    def _status(self) -> Status:
+        from zerofix.report import FixStatus, Status
+
+        return Status(
+            version=self._version,
+            deepspeed=self._deepspeed_version() if "deepspeed" in sys.modules else None,
+            settings=self._settings.given,
+            fixes=tuple(
+                FixStatus(
+                    fix.name,
+                    fix.title,
+                    *self._state(fix),
+                    targets=tuple(target.path for target in fix.targets),
+                    upstream=fix.upstream,
+                    not_reached=tuple(self._overriding(fix)),
+                )
+                for fix in self._fixes.values()
+            ),
+        )
+
     def _applied(self) -> set[str]:
         return {name for changes in self._changes.values() for name in changes}
 
     def _state(self, fix: Fix) -> tuple[State, str]:
         from zerofix.gate import State
 
+        if fix.name in self._applied() and (over := self._patched_over(fix)):
+            return State.CONFLICT, over
         if fix.name in self._states:
             return self._states[fix.name]
         if fix.name in self._off:
             return State.DISABLED, self._off[fix.name]
-        waits = {"deepspeed"} | {target.module for target in fix.targets}
-        return State.PENDING, f"waits for the import of {', '.join(sorted(waits - self._imported))}"
+        return State.PENDING, f"waits for the import of {', '.join(self._waits(fix))}"
 
     def _why_off(self, name: str) -> str:
         return f"{toggle(name)}=0" if self._settings.enabled else "ZEROFIX=0"
@@ -319,8 +338,11 @@ class Patcher:
 
     def _say(self, text: str, *, every_node: bool = False) -> None:
         """Write a line to stderr, on rank 0 only (or on the first rank of every node)."""
-        if self._settings.first_on_node if every_node else self._settings.first_rank:
-            print(text, file=sys.stderr, flush=True)
+        wanted = self._settings.first_on_node if every_node else self._settings.first_rank
+        if wanted and sys.stderr is not None:
+            # A closed pipe or a full disk under stderr is no reason to fail.
+            with contextlib.suppress(OSError, ValueError):
+                print(text, file=sys.stderr, flush=True)
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -69,7 +69,7 @@ def read(fixes: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
     given = {
         name: value
         for name, value in environ.items()
-        if name == PREFIX or name.startswith(PREFIX + "_")
+        if value and (name == PREFIX or name.startswith(PREFIX + "_"))
     }
     for name, value in given.items():
         if name not in allowed:
@@ -95,7 +95,7 @@ def read(fixes: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
 
 
 def _first(environ: Mapping[str, str], variables: Iterable[str]) -> bool:
-    return next((environ[name] for name in variables if name in environ), "0") == "0"
+    return next((environ[name] for name in variables if environ.get(name)), "0") == "0"
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -57,9 +57,12 @@ def locate(path: str, module: types.ModuleType) -> Site | None:
         Foreign: the attribute is not the function that the source defines.
     """
     owner, name = owner_of(path, module), path.rpartition(".")[2]
-    if owner is None or name not in vars(owner):
+    attribute_name = name
+    if name.startswith("__") and not name.endswith("__") and isinstance(owner, type):
+        attribute_name = f"_{owner.__name__.lstrip('_')}{name}"
+    if owner is None or attribute_name not in vars(owner):
         return None
-    attribute = vars(owner)[name]
+    attribute = vars(owner)[attribute_name]
 
     file = module.__file__ or ""
     if not file.endswith(".py"):
@@ -77,7 +80,7 @@ def locate(path: str, module: types.ModuleType) -> Site | None:
     if function is None:
         raise Foreign(f"{path} was replaced by {party(attribute)}")
     node = _definition(function, module)
-    site = Site(path, owner, name, attribute, function, node)
+    site = Site(path, owner, attribute_name, attribute, function, node)
     if not _alike(compile_definition(site, node), function.__code__):
         raise Unreadable(f"{file} is not the source of the code that runs")
     if _shape(attribute) != _shape(decorate(site, function)):

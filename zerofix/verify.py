@@ -14,6 +14,12 @@ from typing import Any
 from zerofix.gate import State
 from zerofix.settings import toggle
 
+RESULT = "zerofix result: "
+"""What the line with the result begins with."""
+TIMEOUT = 900
+"""Seconds for a reproduction; DeepSpeed may have to compile an operation first."""
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""A reproduction is a job of its own, of one process."""
 NOT_NEEDED = (State.FIXED_UPSTREAM.value, State.NOT_AFFECTED.value)
 
 
@@ -48,15 +54,22 @@ def verify(names: Iterable[str]) -> Iterator[Verdict]:
 def _run(name: str, toggles: dict[str, str]) -> dict[str, Any]:
     """The result of ``python -m zerofix.repro``; ``{"crash": ...}`` when there is none."""
     environ = {k: v for k, v in os.environ.items() if k not in ("ZEROFIX", "ZEROFIX_STRICT")}
+    environ = {k: v for k, v in environ.items() if k not in LAUNCHER}
     if toggles.get(toggle(name)) == "0":
         toggles = {toggle(name): "1"}  # to verify a fix is to want it
     command = [sys.executable, "-m", "zerofix.repro", name]
-    done = subprocess.run(command, env=environ | toggles, capture_output=True, text=True)
     try:
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"crash": f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}"}
-    return result
+        done = subprocess.run(
+            command, env=environ | toggles, capture_output=True, text=True, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return {"crash": f"no end within {TIMEOUT} s"}
+    result = next((line for line in done.stdout.splitlines() if line.startswith(RESULT)), None)
+    if done.returncode or result is None:
+        output = (done.stderr or done.stdout).strip()[-2000:]
+        return {"crash": f"exit code {done.returncode}: {output}"}
+    told: dict[str, Any] = json.loads(result.removeprefix(RESULT))
+    return told
 
 
 def _judge(name: str, stock: dict[str, Any], patched: dict[str, Any]) -> Verdict:
@@ -70,7 +83,7 @@ def _judge(name: str, stock: dict[str, Any], patched: dict[str, Any]) -> Verdict
         for kind, run in (("stock", stock), ("with zerofix", patched))
         if "crash" in run
     )
-    if "crash" in patched:
+    if "crash" in patched or "crash" in stock:
         verdict, ok = "did not run", False
     elif state in NOT_NEEDED:
         verdict, ok = ("not needed", True) if all(right) else ("wrong, and no fix", False)

@@ -41,6 +41,10 @@ OTHER_ROADS = [
     replace(ACCUMULATED, ga_steps=2, backwards=(2, 3, 1, 2)),
     replace(ACCUMULATED, no_reset=True),
 ]
+# The gradients of a backward that the user throws away must not come back.
+DISCARDING = [replace(BY_HAND, discard=how) for how in ("zero_grad", "load")]
+# A parameter without gradient at the boundary: its sum is not used, in no release.
+UNUSED = replace(BY_HAND, branch=(0,))
 OVERFLOWING = [
     replace(BY_HAND, backwards=(3, 2, 3), dtype="fp16", overflow=1),
     replace(ACCUMULATED, dtype="fp16", overflow=1),
@@ -125,6 +129,24 @@ def test_zero_1_sums_in_the_gradient_and_takes_no_buffer(
     scenario: Scenario, world_size: int, train: Train
 ) -> None:
     assert train(scenario, world_size, patched=True).buffers == 0
+
+
+@pytest.mark.skipif(FIXED_UPSTREAM, reason="copy_grads is not applied")
+@world_sizes
+@for_each(DISCARDING)
+def test_gradients_that_are_thrown_away_do_not_come_back(
+    scenario: Scenario, world_size: int, train: Train
+) -> None:
+    assert train(scenario, world_size, patched=True).error <= TOLERANCE
+
+
+@pytest.mark.skipif(FIXED_UPSTREAM, reason="copy_grads is not applied")
+@world_sizes
+@for_each([UNUSED])
+def test_a_sum_that_a_step_does_not_use_is_forgotten(
+    scenario: Scenario, world_size: int, train: Train
+) -> None:
+    assert train(scenario, world_size, patched=True).left_over == 0
 
 
 @pytest.mark.skipif(FIXED_UPSTREAM, reason="copy_grads is not applied")

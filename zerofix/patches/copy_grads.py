@@ -1,12 +1,45 @@
 """ZeRO-1/2 with optimizer offload loses gradients of earlier backwards."""
 
-from zerofix.fix import Edit, Fix, Target
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from zerofix.fix import Around, Edit, Fix, Target
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
+
+def _discarding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Forget the partial sums of an optimizer that goes back to a checkpoint."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.partial_sums_in_cpu = set()
+        return original(self, *args, **kwargs)
+
+    return load_state_dict
+
+
+def _discarding_of_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Forget the partial sums when the user throws the gradients away."""
+
+    @functools.wraps(original)
+    def zero_grad(self: Any) -> Any:
+        if getattr(self.optimizer, "partial_sums_in_cpu", None):
+            self.optimizer.partial_sums_in_cpu = set()
+        return original(self)
+
+    return zero_grad
+
+
 FIX = Fix(
     name="copy_grads",
-    title="optimizer offload keeps the gradient of every backward",
+    title="optimizer offload sums the gradients of all backwards of a step",
     symptom=(
         "ZeRO-1/2 with offload_optimizer trains on part of the batch: with "
         "gradient_accumulation_steps=1 and several backwards a step "
@@ -65,5 +98,12 @@ if not self.is_gradient_accumulation_boundary:
                 put="self.norm_for_param_grads = {}\nself.partial_sums_in_cpu = set()",
             ),
         ),
+        # Who starts a step and then throws it away must not meet it again.
+        Target(f"{_OPTIMIZER}.load_state_dict", Around(_discarding)),
+        Target("deepspeed.runtime.engine:DeepSpeedEngine.zero_grad", Around(_discarding_of_engine)),
+    ),
+    limits=(
+        "A parameter that has no gradient in the last backward of a step still loses those of the "
+        "earlier ones, as in every release of DeepSpeed."
     ),
 )

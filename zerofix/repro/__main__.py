@@ -1,6 +1,6 @@
 """Runs one reproduction in this process: ``python -m zerofix.repro FIX``.
 
-The last line of stdout is the result as JSON.
+A line of stdout is the result: RESULT and JSON.
 """
 
 import importlib
@@ -8,13 +8,15 @@ import json
 import sys
 
 import zerofix
+from zerofix.verify import RESULT
 
 name = sys.argv[1]
 reproduction = importlib.import_module(f"zerofix.repro.{name}")
 error = float(reproduction.run())
 status = zerofix.status()
 print(
-    json.dumps(
+    RESULT
+    + json.dumps(
         {
             "measures": reproduction.MEASURES,
             "tolerance": reproduction.TOLERANCE,
