@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from zerofix import __version__
+
 FOLDER = Path(__file__).parent / "results"
 
 
@@ -14,7 +16,7 @@ def write(name: str, measured: dict[str, Any]) -> None:
     """Write ``results/NAME.json`` and print it."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
-    versions = {p: metadata.version(p) for p in ("zerofix", "deepspeed", "torch")}
+    versions = {"zerofix": __version__} | {p: metadata.version(p) for p in ("deepspeed", "torch")}
     result = {
         "date": datetime.date.today().isoformat(),
         "hardware": f"{len(models)} x {models[0]}" if models else platform.processor(),
