@@ -128,6 +128,28 @@ def test_torch_compile_honours_an_edit():
     assert told == (expected_states()["copy_grads"] == "applied")
 
 
+def test_a_function_below_deepspeeds_own_decorator_can_be_edited():
+    """instrument_w_nvtx hides what it decorates: no __wrapped__, another name."""
+    told = answer(
+        """
+        import json
+        from deepspeed.runtime.zero import stage3
+        from zerofix.edits import build
+        from zerofix.fix import Edit
+        from zerofix.source import locate
+        name = "DeepSpeedZeroOptimizer_Stage3._partition_all_parameters"
+        site = locate(f"{stage3.__name__}:{name}", stage3)
+        call = "self.parameter_offload.partition_all_parameters()"
+        built = build(site, [Edit(call, "self.append(1)")])
+        calls = []
+        built(calls)
+        same = built.__code__ is site.attribute.__code__
+        print(json.dumps([site.function is site.attribute, same, calls]))
+        """
+    )
+    assert told == [False, True, [1]]
+
+
 def test_the_table_of_releases_has_the_bodies_that_are_installed(tmp_path):
     """The tool that makes the table, run on the installed files."""
     root = Path(importlib.util.find_spec("deepspeed").submodule_search_locations[0])
