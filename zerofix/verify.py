@@ -53,8 +53,8 @@ def verify(names: Iterable[str]) -> Iterator[Verdict]:
 
 def _run(name: str, toggles: dict[str, str]) -> dict[str, Any]:
     """The result of ``python -m zerofix.repro``; ``{"crash": ...}`` when there is none."""
-    environ = {k: v for k, v in os.environ.items() if k not in ("ZEROFIX", "ZEROFIX_STRICT")}
-    environ = {k: v for k, v in environ.items() if k not in LAUNCHER}
+    dropped = ("ZEROFIX", "ZEROFIX_STRICT", *LAUNCHER)
+    environ = {k: v for k, v in os.environ.items() if k not in dropped}
     if toggles.get(toggle(name)) == "0":
         toggles = {toggle(name): "1"}  # to verify a fix is to want it
     command = [sys.executable, "-m", "zerofix.repro", name]
