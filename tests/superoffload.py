@@ -1,0 +1,444 @@
+"""Trains under ZeRO-3 offload twice, with and without SuperOffload, and compares each step.
+
+As a module it launches itself as a rank: ``launch`` runs many scenarios in one group of
+processes. Plain offload with DeepSpeedCPUAdam is the measure of right, to the last bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from processes import environment
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+WIDTH = 12
+HYPERPARAMETERS = (
+    {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True},
+    {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-4, "weight_decay": 0.0, "bias_correction": False},
+    {"lr": 5e-2, "betas": (0.5, 0.9), "eps": 1e-6, "weight_decay": 0.01, "bias_correction": True},
+)
+CLIPPING = {"off": 0.0, "never": 1e6, "sometimes": 100.0, "always": 1e-3}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One training run."""
+
+    groups: int = 1
+    sub_group_size: int = 10**9
+    """1 makes a subgroup of each parameter."""
+    ga_steps: int = 1
+    clipping: str = "off"
+    dtype: str = "bf16"
+    overflow: int = -1
+    """The step whose loss is infinite."""
+    ratio: float = 1.0
+    adamw: bool = True
+    bias_correction: bool = True
+    frozen: bool = False
+    """One layer needs no gradient."""
+    unused: str = ""
+    """``never``: one layer has no gradient. ``sometimes``: not in the odd steps."""
+    schedule: bool = False
+    """Learning rate, betas, eps and weight decay change with each step."""
+    between: str = ""
+    """What is done between backward and step in step 2: ``gradient``, ``weights`` and ``state``
+    are written to, ``lr`` is changed, ``discard`` throws the backward away, ``twice`` runs one
+    more."""
+    resume: str = ""
+    """After step 2 a checkpoint is saved, and loaded after step 4. Then ``same`` goes on in the
+    same engine, ``fresh`` in a new one, ``from-plain`` with SuperOffload from plain offload's
+    checkpoint, ``to-plain`` the other way."""
+    steps: int = 6
+
+    def __str__(self) -> str:
+        default = Scenario()
+        words = [
+            f"{name}={value}" for name, value in asdict(self).items()
+            if value != getattr(default, name)
+        ]
+        return " ".join(words) or "default"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks saw of a scenario, the worst of them."""
+
+    error: float
+    """Largest absolute difference of a master weight to plain offload, after any step."""
+    first: int
+    """The first step that is not the same to the bit; -1 if all are."""
+    state: bool
+    """Whether the optimizer states that the public functions give are the same to the bit."""
+    model: bool
+    """Whether the model's weights are the same to the bit."""
+    moved: bool
+    """Whether every weight that has a gradient is another than at the start."""
+    kept: int
+    """Steps on subgroups that were computed during the backward, and counted."""
+    subgroups: int
+
+
+def launch(
+    scenarios: Sequence[Scenario], world_size: int, *, patched: bool, timeout: float = 400.0
+) -> dict[Scenario, Outcome | str]:
+    """Run the scenarios on ``world_size`` ranks; a string is the error a scenario ended with.
+
+    ``patched`` imports zerofix as a user would; otherwise ``ZEROFIX=0`` turns it off, but for
+    the fixes of CPUAdam: what they repair has tests of its own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "request.json").write_text(json.dumps([asdict(s) for s in scenarios]))
+        variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+        off = {"ZEROFIX_SUPEROFFLOAD": "0", "ZEROFIX_SUPEROFFLOAD_STEP": "0"}
+        variables |= {} if patched else off
+        command = [sys.executable, str(Path(__file__).resolve()), folder]
+        ranks = []
+        for rank in range(world_size):
+            own = environment(None, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
+            with Path(folder, f"{rank}.log").open("w") as sink:
+                ranks.append(
+                    subprocess.Popen(command, env=own, stdout=sink, stderr=subprocess.STDOUT)
+                )
+        end = time.monotonic() + timeout
+        try:
+            codes = [process.wait(max(0.0, end - time.monotonic())) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(codes):
+            tails = "\n".join(log.read_text()[-3000:] for log in Path(folder).glob("*.log"))
+            raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
+        answers = json.loads(Path(folder, "answer.json").read_text())
+    return {
+        scenario: answer if isinstance(answer, str) else Outcome(**answer)
+        for scenario, answer in zip(scenarios, answers, strict=True)
+    }
+
+
+def build_model(scenario: Scenario) -> nn.Module:
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+            self.branch = nn.Linear(WIDTH, WIDTH)
+            self.never = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, branched: bool) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            if branched:
+                x = x + self.branch(x)
+            if scenario.unused != "never":
+                x = x + self.never(x)
+            return x.float().square().mean() * 10
+
+    torch.manual_seed(0)
+    model = Model()
+    if scenario.frozen:
+        model.layers[2].requires_grad_(False)
+    return model
+
+
+def build_optimizer(scenario: Scenario, model: nn.Module) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = []
+    for index in range(scenario.groups):
+        # Groups of different sizes.
+        count = len(trained) if index == scenario.groups - 1 else 2 + 3 * index
+        own, trained = trained[:count], trained[count:]
+        correction = scenario.bias_correction and HYPERPARAMETERS[index]["bias_correction"]
+        groups.append(HYPERPARAMETERS[index] | {"params": own, "bias_correction": correction})
+    return DeepSpeedCPUAdam(groups, adamw_mode=scenario.adamw)
+
+
+def configuration(scenario: Scenario, *, super_offload: bool) -> dict[str, Any]:
+    half: dict[str, Any] = {}
+    if scenario.dtype == "bf16":
+        half = {"bf16": {"enabled": True}}
+    elif scenario.dtype == "fp16":
+        half = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}}
+    return half | {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": scenario.ga_steps,
+        "gradient_clipping": CLIPPING[scenario.clipping],
+        "zero_optimization": {
+            "stage": 3,
+            # Several buckets, and parameters that stay whole.
+            "reduce_bucket_size": 300,
+            "stage3_param_persistence_threshold": 20,
+            "sub_group_size": scenario.sub_group_size,
+            "offload_optimizer": {
+                "device": "cpu", "ratio": scenario.ratio, "super_offload": super_offload
+            },
+        },
+    }
+
+
+class Run:
+    """One engine and what its weights were after each step."""
+
+    def __init__(self, scenario: Scenario, rank: int, *, super_offload: bool) -> None:
+        self.scenario, self.rank, self.super_offload = scenario, rank, super_offload
+        self.weights: list[list[Tensor]] = []
+        self.kept = 0
+        self.start()
+        self.weights.append(self._weights())
+
+    def start(self) -> None:
+        import deepspeed
+
+        self.model = build_model(self.scenario)
+        self.engine, *_ = deepspeed.initialize(
+            model=self.model,
+            optimizer=build_optimizer(self.scenario, self.model),
+            config=configuration(self.scenario, super_offload=self.super_offload),
+        )
+        self.optimizer = self.engine.optimizer
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self._schedule(step)
+            if self.scenario.between == "discard" and step == 2:
+                self._backward(step, 99)
+                self.engine.zero_grad()
+                self.optimizer.zero_grad()
+            for index in range(self.scenario.ga_steps):
+                self._backward(step, index)
+                if index < self.scenario.ga_steps - 1:
+                    self.engine.step()
+            if step == 2:
+                self._between(step)
+            before = getattr(self.optimizer, "superoffload_cpu_optimizer", None)
+            if hasattr(before, "scale"):
+                self._count(before)
+            self.engine.step()
+            self.weights.append(self._weights())
+
+    def states(self) -> list[Tensor]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return [
+            safe_get_full_optimizer_state(parameter, name).clone()
+            for parameter in self.model.parameters() if parameter.requires_grad
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+
+    def model_weights(self) -> list[Tensor]:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def destroy(self) -> None:
+        self.engine.destroy()
+        if not hasattr(getattr(self.optimizer, "superoffload_cpu_optimizer", None), "scale"):
+            worker = getattr(self.optimizer, "superoffload_cpu_optimizer", None)
+            if worker is not None:  # stock leaves it behind
+                worker.close()
+
+    def _weights(self) -> list[Tensor]:
+        return [flat.detach().clone() for flat in self.optimizer.fp32_partitioned_groups_flat]
+
+    def _count(self, speculation: Any) -> None:
+        """Count the steps that ``end_step`` finds kept."""
+        def end_step() -> None:
+            self.kept += len(speculation._kept)
+            type(speculation).end_step(speculation)
+
+        speculation.end_step = end_step
+
+    def _backward(self, step: int, index: int) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(step * 1000 + index * 10 + self.rank)
+        x = torch.randn(4, WIDTH, generator=generator)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        branched = self.scenario.unused != "sometimes" or step % 2 == 0
+        loss = self.engine(x.to(dtype[self.scenario.dtype]), branched)
+        # Large gradients in some steps, for `sometimes`.
+        loss = loss * (100.0 if step in (1, 4) else 1.0)
+        if step == self.scenario.overflow:
+            loss = loss * float("inf")
+        self.engine.backward(loss)
+
+    def _schedule(self, step: int) -> None:
+        if self.scenario.schedule:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.9
+                group["betas"] = (group["betas"][0] * 0.99, group["betas"][1] * 0.999)
+                group["eps"] *= 2
+                group["weight_decay"] += 0.01
+
+    def _between(self, step: int) -> None:
+        from deepspeed.utils import (
+            safe_get_full_fp32_param,
+            safe_get_full_grad,
+            safe_get_full_optimizer_state,
+            safe_set_full_fp32_param,
+            safe_set_full_grad,
+            safe_set_full_optimizer_state,
+        )
+
+        parameter = self.model.layers[1].weight
+        match self.scenario.between:
+            case "gradient":
+                safe_set_full_grad(parameter, safe_get_full_grad(parameter) * 2)
+            case "weights":
+                safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) * 2)
+            case "state":
+                value = safe_get_full_optimizer_state(parameter, "exp_avg") * 2
+                safe_set_full_optimizer_state(parameter, value, "exp_avg")
+            case "lr":
+                self.optimizer.param_groups[0]["lr"] *= 2
+            case "twice":
+                self._backward(step, 98)
+
+
+def train(scenario: Scenario, rank: int, folder: Path) -> Outcome:
+    """Train with and without SuperOffload and compare. A collective: each rank calls it."""
+    import torch
+
+    checkpoint = folder / "checkpoint"
+    runs = []
+    for super_offload in (False, True):
+        run = Run(scenario, rank, super_offload=super_offload)
+        runs.append(run)
+        try:
+            if not scenario.resume:
+                run.train(range(scenario.steps))
+            else:
+                resume(run, checkpoint / str(super_offload), scenario.steps)
+            run.result = (run.states(), run.model_weights())
+        finally:
+            run.destroy()
+            gc.collect()
+    plain, ours = runs
+    errors = [
+        max((one - other).abs().max().item() for one, other in zip(*weights, strict=True))
+        for weights in zip(plain.weights, ours.weights, strict=True)
+    ]
+    same = [
+        all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+        for weights in zip(plain.weights, ours.weights, strict=True)
+    ]
+    equal = [
+        all(torch.equal(one, other) for one, other in zip(*values, strict=True))
+        for values in zip(plain.result, ours.result, strict=True)
+    ]
+    moved = [(one != other).any().item() for one, other in zip(ours.weights[0], ours.weights[-1], strict=True)]
+    outcome = Outcome(
+        error=max(error if error == error else float("inf") for error in errors),
+        first=-1 if all(same) else same.index(False),
+        state=equal[0],
+        model=equal[1],
+        moved=all(moved),
+        kept=ours.kept,
+        subgroups=len(ours.weights[0]),
+    )
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, outcome)
+    return max(everyone, key=lambda one: (one.first >= 0, not one.state, not one.model, one.error))
+
+
+def resume(run: Run, folder: Path, steps: int) -> None:
+    """Save after three steps, go on to five, load, and go on to the end."""
+    kind = run.scenario.resume
+    run.train(range(3))
+    run.engine.save_checkpoint(str(folder), tag="three")
+    run.train(range(3, 5))
+    if kind != "same":
+        run.destroy()
+        if kind == "to-plain":
+            run.super_offload = False
+        run.start()
+    if kind == "from-plain" and run.super_offload:
+        folder = folder.with_name("False")
+    run.engine.load_checkpoint(str(folder), tag="three")
+    run.train(range(3, steps))
+
+
+def prepare_accelerator() -> None:
+    """What DeepSpeed needs to run SuperOffload on a CPU."""
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    class Stream:
+        def synchronize(self) -> None: ...
+
+        def wait_stream(self, stream: Stream) -> None: ...
+
+    accelerator = get_accelerator()
+    assert accelerator.device_name() == "cpu"
+    accelerator.current_stream = lambda *_: Stream()
+    # DeepSpeed would first compile its own collectives for CPUs. Gloo is enough.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # 0.18.7 to 0.18.9 flatten weights where there is memory for it, and on a CPU that road ends at
+    # the first step ("Output 0 of Split is a view").
+    accelerator.available_memory = lambda *_: 0
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+    from deepspeed.runtime.superoffload import superoffload_stage3
+
+    superoffload_stage3._validate_superoffload_accelerator = lambda: None
+
+
+def rank_main(folder: Path) -> None:
+    import zerofix  # noqa: F401, I001
+    import deepspeed
+    import torch
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    # Each engine collects garbage several times: without this over all that is imported.
+    gc.freeze()
+    prepare_accelerator()
+    deepspeed.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+    )
+    answers: list[dict[str, Any] | str] = []
+    for number, request in enumerate(json.loads((folder / "request.json").read_text())):
+        try:
+            outcome = train(Scenario(**request), rank, folder / str(number))
+            answers.append(asdict(outcome))
+        except Exception as error:
+            traceback.print_exc()
+            answers.append(f"{type(error).__name__}: {error}")
+    if rank == 0:
+        (folder / "answer.json").write_text(json.dumps(answers))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__mp_main__":
+    # In stock's worker, which pins memory, and without CUDA cannot.
+    import torch
+
+    empty = torch.empty
+    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]))
