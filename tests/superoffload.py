@@ -6,6 +6,8 @@ processes. Plain offload with DeepSpeedCPUAdam is the measure of right, to the l
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import json
 import os
@@ -17,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from processes import environment
@@ -68,7 +71,8 @@ class Scenario:
     def __str__(self) -> str:
         default = Scenario()
         words = [
-            f"{name}={value}" for name, value in asdict(self).items()
+            f"{name}={value}"
+            for name, value in asdict(self).items()
             if value != getattr(default, name)
         ]
         return " ".join(words) or "default"
@@ -86,8 +90,6 @@ class Outcome:
     """Whether the optimizer states that the public functions give are the same to the bit."""
     model: bool
     """Whether the model's weights are the same to the bit."""
-    moved: bool
-    """Whether every weight that has a gradient is another than at the start."""
     kept: int
     """Steps on subgroups that were computed during the backward, and counted."""
     subgroups: int
@@ -188,7 +190,9 @@ def configuration(scenario: Scenario, *, super_offload: bool) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 20,
             "sub_group_size": scenario.sub_group_size,
             "offload_optimizer": {
-                "device": "cpu", "ratio": scenario.ratio, "super_offload": super_offload
+                "device": "cpu",
+                "ratio": scenario.ratio,
+                "super_offload": super_offload,
             },
         },
     }
@@ -206,13 +210,19 @@ class Run:
 
     def start(self) -> None:
         import deepspeed
+        from deepspeed.accelerator import get_accelerator
 
         self.model = build_model(self.scenario)
+        accelerator, optimizer = get_accelerator(), build_optimizer(self.scenario, self.model)
+        if self.scenario.ratio < 1.0:
+            # Another name of the CPU, for the subgroups that are to be on the accelerator.
+            accelerator._name = "cpu:0"
         self.engine, *_ = deepspeed.initialize(
             model=self.model,
-            optimizer=build_optimizer(self.scenario, self.model),
+            optimizer=optimizer,
             config=configuration(self.scenario, super_offload=self.super_offload),
         )
+        accelerator._name = "cpu"
         self.optimizer = self.engine.optimizer
 
     def train(self, steps: range) -> None:
@@ -237,11 +247,15 @@ class Run:
     def states(self) -> list[Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        return [
-            safe_get_full_optimizer_state(parameter, name).clone()
-            for parameter in self.model.parameters() if parameter.requires_grad
-            for name in ("exp_avg", "exp_avg_sq")
-        ]
+        try:
+            return [
+                safe_get_full_optimizer_state(parameter, name).clone()
+                for parameter in self.model.parameters()
+                if parameter.requires_grad
+                for name in ("exp_avg", "exp_avg_sq")
+            ]
+        except KeyError:  # stock's SuperOffload has none
+            return []
 
     def model_weights(self) -> list[Tensor]:
         import deepspeed
@@ -261,6 +275,7 @@ class Run:
 
     def _count(self, speculation: Any) -> None:
         """Count the steps that ``end_step`` finds kept."""
+
         def end_step() -> None:
             self.kept += len(speculation._kept)
             type(speculation).end_step(speculation)
@@ -319,7 +334,9 @@ def train(scenario: Scenario, rank: int, folder: Path) -> Outcome:
     import torch
 
     checkpoint = folder / "checkpoint"
-    runs = []
+    runs: list[Run] = []
+    states: list[list[Tensor]] = []
+    models: list[list[Tensor]] = []
     for super_offload in (False, True):
         run = Run(scenario, rank, super_offload=super_offload)
         runs.append(run)
@@ -328,7 +345,8 @@ def train(scenario: Scenario, rank: int, folder: Path) -> Outcome:
                 run.train(range(scenario.steps))
             else:
                 resume(run, checkpoint / str(super_offload), scenario.steps)
-            run.result = (run.states(), run.model_weights())
+            states.append(run.states())
+            models.append(run.model_weights())
         finally:
             run.destroy()
             gc.collect()
@@ -337,21 +355,17 @@ def train(scenario: Scenario, rank: int, folder: Path) -> Outcome:
         max((one - other).abs().max().item() for one, other in zip(*weights, strict=True))
         for weights in zip(plain.weights, ours.weights, strict=True)
     ]
-    same = [
-        all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
-        for weights in zip(plain.weights, ours.weights, strict=True)
-    ]
-    equal = [
-        all(torch.equal(one, other) for one, other in zip(*values, strict=True))
-        for values in zip(plain.result, ours.result, strict=True)
-    ]
-    moved = [(one != other).any().item() for one, other in zip(ours.weights[0], ours.weights[-1], strict=True)]
+
+    def equal(pair: Sequence[list[Tensor]]) -> bool:
+        one, other = pair
+        return len(one) == len(other) and all(map(torch.equal, one, other))
+
+    same = [equal(weights) for weights in zip(plain.weights, ours.weights, strict=True)]
     outcome = Outcome(
         error=max(error if error == error else float("inf") for error in errors),
         first=-1 if all(same) else same.index(False),
-        state=equal[0],
-        model=equal[1],
-        moved=all(moved),
+        state=equal(states),
+        model=equal(models),
         kept=ours.kept,
         subgroups=len(ours.weights[0]),
     )
@@ -377,6 +391,31 @@ def resume(run: Run, folder: Path, steps: int) -> None:
     run.train(range(3, steps))
 
 
+class Forked:
+    """Stands in for the worker's ``subprocess.Popen``, in a hundredth of its time.
+
+    The worker's imports take longer than all of the training. A fork of the rank has them.
+    """
+
+    def __init__(self, command: Sequence[str], *, pass_fds: tuple[int, int], **_: Any) -> None:
+        from zerofix.superoffload.worker import serve
+
+        self.pid = os.fork()
+        if self.pid == 0:
+            # Also the other end of the connection, whose end is to be noticed.
+            for number in os.listdir("/proc/self/fd"):
+                if int(number) > 2 and int(number) not in pass_fds:
+                    with contextlib.suppress(OSError):
+                        os.close(int(number))
+            try:
+                serve(*pass_fds)
+            finally:
+                os._exit(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 def prepare_accelerator() -> None:
     """What DeepSpeed needs to run SuperOffload on a CPU."""
     import deepspeed
@@ -391,6 +430,9 @@ def prepare_accelerator() -> None:
     accelerator = get_accelerator()
     assert accelerator.device_name() == "cpu"
     accelerator.current_stream = lambda *_: Stream()
+    # It runs a program of its own, for each bucket.
+    count = accelerator.device_count()
+    accelerator.device_count = lambda: count
     # DeepSpeed would first compile its own collectives for CPUs. Gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # 0.18.7 to 0.18.9 flatten weights where there is memory for it, and on a CPU that road ends at
@@ -404,15 +446,21 @@ def prepare_accelerator() -> None:
 
 
 def rank_main(folder: Path) -> None:
+    import cpuinfo
+
+    # It runs a program of its own, for each optimizer.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     import zerofix  # noqa: F401, I001
     import deepspeed
     import torch
+    from zerofix.superoffload import client
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     # Each engine collects garbage several times: without this over all that is imported.
     gc.freeze()
     prepare_accelerator()
+    client.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     deepspeed.init_distributed(
         "gloo",
         auto_mpi_discovery=False,
@@ -422,6 +470,7 @@ def rank_main(folder: Path) -> None:
     )
     answers: list[dict[str, Any] | str] = []
     for number, request in enumerate(json.loads((folder / "request.json").read_text())):
+        print(Scenario(**request), flush=True)
         try:
             outcome = train(Scenario(**request), rank, folder / str(number))
             answers.append(asdict(outcome))

@@ -193,15 +193,16 @@ class Speculation:
 
     def _task(self, i: int) -> Task:
         """The step that plain offload would do on subgroup ``i`` now, not clipped."""
-        optimizer = self._optimizer.optimizer
-        group = optimizer.param_groups[self._optimizer.sub_group_to_group_id[i]]
-        state = optimizer.state[self._optimizer.fp32_partitioned_groups_flat[i]]
+        inner = self._optimizer.optimizer
+        group = inner.param_groups[self._optimizer.sub_group_to_group_id[i]]
+        hyperparameters = {name: group[name] for name in inner.defaults if name in group}
+        state = inner.state[self._optimizer.fp32_partitioned_groups_flat[i]]
         return Task(
             subgroup=self._places[i],
             current=self._current[i],
             step=int(state["step"]) + 1,
             # A copy: a scheduler may change a tensor in place.
-            hyperparameters=copy.deepcopy({name: group[name] for name in optimizer.defaults}),
+            hyperparameters=copy.deepcopy(hyperparameters),
             factor=1.0 / float(self._optimizer.loss_scale),
         )
 
