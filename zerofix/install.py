@@ -211,7 +211,8 @@ class Patcher:
         for target in fix.targets:
             path = target.path
             if path not in self._sites:
-                site = locate(path, sys.modules[target.module])
+                module = sys.modules.get(target.module)  # not every release has it
+                site = locate(path, module) if module else None
                 if site is None:
                     fingerprints[path] = ABSENT
                     continue
@@ -284,8 +285,10 @@ class Patcher:
 
         DeepSpeed itself among them: before its end it has no version, and nobody trains with it.
         """
-        modules = {"deepspeed"} | {target.module for target in fix.targets}
-        return sorted(module for module in modules if not self._is_here(module))
+        if not self._is_here("deepspeed"):
+            return ["deepspeed"]
+        modules = {target.module for target in fix.targets}
+        return sorted(m for m in modules if not self._is_here(m) and _is_installed(m))
 
     def _status(self) -> Status:
         from zerofix.report import FixStatus, Status
@@ -343,6 +346,16 @@ class Patcher:
             # A closed pipe or a full disk under stderr is no reason to fail.
             with contextlib.suppress(OSError, ValueError):
                 print(text, file=sys.stderr, flush=True)
+
+
+def _is_installed(module: str) -> bool:
+    """Whether there is such a module in a package that is imported."""
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package above it
+        return False
 
 
 def _subclasses(cls: type) -> Iterator[type]:
