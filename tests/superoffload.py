@@ -96,7 +96,7 @@ class Outcome:
 
 
 def launch(
-    scenarios: Sequence[Scenario], world_size: int, *, patched: bool, timeout: float = 400.0
+    scenarios: Sequence[Scenario], world_size: int, *, patched: bool, timeout: float = 900.0
 ) -> dict[Scenario, Outcome | str]:
     """Run the scenarios on ``world_size`` ranks; a string is the error a scenario ended with.
 

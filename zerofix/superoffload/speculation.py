@@ -246,7 +246,8 @@ def _obstacle(optimizer: Any, on_cpu: Sequence[int], sizes: Sequence[int]) -> st
         return "no subgroup is in CPU memory"
     if type(inner) is not DeepSpeedCPUAdam:
         return f"the optimizer is {type(inner).__name__}, not DeepSpeedCPUAdam"
-    if not inner.fp32_optimizer_states or optimizer.master_weights_and_grads_dtype != torch.float32:
+    dtypes = {optimizer.fp32_partitioned_groups_flat[i].dtype for i in on_cpu}
+    if not inner.fp32_optimizer_states or dtypes != {torch.float32}:
         return "master weights or optimizer states are not fp32"
     if optimizer.torch_autocast_gradscaler:
         return "torch's GradScaler decides on the steps"
