@@ -97,3 +97,13 @@ def test_each_step_is_that_of_plain_offload_to_the_bit(scenario: Scenario, world
     assert found.first == -1
     assert found.model
     assert found.state
+
+
+@pytest.mark.parametrize("scenario", LEFT_OPEN if REWRITTEN else WRONG, ids=str)
+def test_stock_ends_with_an_error_or_is_wrong(scenario: Scenario) -> None:
+    found = outcomes(1, patched=False)[scenario]
+    if isinstance(found, str):
+        known = ("KeyError", "TypeError") if not REWRITTEN else ()
+        assert found.startswith(known)
+    else:
+        assert found.error > 1e-4

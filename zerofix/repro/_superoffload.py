@@ -24,19 +24,14 @@ def error(*, sub_group_size: int, unused: bool) -> float:
         unused: whether the model has a layer that gets no gradient.
     """
     try:
-        from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
+        import deepspeed.runtime.superoffload  # noqa: F401
     except ModuleNotFoundError:
         return 0.0
     _join_world_of_one()
     from deepspeed.accelerator import get_accelerator
 
-    accelerator: Any = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        # SuperOffload insists on CUDA, for streams and pinned memory that a CPU does not need.
-        accelerator.current_stream = _Stream
-        accelerator.available_memory = lambda *_: 0
-        superoffload_stage3._validate_superoffload_accelerator = lambda: None
-        superoffload_utils.superoffload_optimizer_worker = _work_without_pinning
+    if get_accelerator().device_name() == "cpu":
+        stand_in()
     with quiet():
         expected = _train(sub_group_size, unused, super_offload=False)
         try:
@@ -58,6 +53,22 @@ def is_rewritten() -> bool:
         return False
     optimizer = superoffload_stage3.SuperOffloadOptimizer_Stage3
     return hasattr(optimizer, "_step_without_clipping")
+
+
+def stand_in() -> None:
+    """Let SuperOffload run on a CPU.
+
+    It insists on CUDA, for streams and pinned memory that a CPU does not need.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
+
+    accelerator: Any = get_accelerator()
+    accelerator.current_stream = _Stream
+    # 0.18.7 to 0.18.9 flatten weights where there is memory for it, which fails on a CPU.
+    accelerator.available_memory = lambda *_: 0
+    superoffload_stage3._validate_superoffload_accelerator = lambda: None
+    superoffload_utils.superoffload_optimizer_worker = _work_without_pinning
 
 
 class _Stream:

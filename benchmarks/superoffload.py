@@ -1,0 +1,133 @@
+"""A training step of SuperOffload: stock, with zerofix, and plain offload.
+
+    python benchmarks/superoffload.py [--blocks N] [--width N] [--layers N]
+
+One process, an engine each, blocks of steps in turn; a ratio is the median of those of
+neighbouring blocks. On a CPU the backward takes the cores that the worker could use, so that
+there is little to gain from the overlap; what an overlap is worth needs a GPU. Writes
+benchmarks/results/superoffload-RELEASE-DEVICE.json. Run it on stock 0.18.9 and on the newest.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from importlib.metadata import version
+
+import zerofix
+
+STEPS = 2
+KINDS = ("plain", "stock", "zerofix")
+FIXES = ("superoffload", "superoffload_step")
+
+
+def engine(kind: str, clipping: float, width: int, layers: int):
+    import deepspeed
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    zerofix.revert()
+    if kind == "zerofix":
+        for fix in FIXES:
+            zerofix.apply(fix)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+    made, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=DeepSpeedCPUAdam(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": clipping,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": width * width,
+                "offload_optimizer": {"device": "cpu", "super_offload": kind != "plain"},
+            },
+        },
+    )
+    return made
+
+
+def seconds(made, width: int) -> float:
+    import torch
+
+    batch = torch.ones(4, width, device=made.device, dtype=torch.bfloat16)
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        made.backward(made(batch).float().mean())
+        made.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / STEPS
+
+
+def measure(clipping: float, blocks: int, width: int, layers: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    # The methods of the classes are those of the kind whose turn it is.
+    engines = {kind: engine(kind, clipping, width, layers) for kind in KINDS}
+    for block in range(blocks + 1):
+        for kind, made in engines.items():
+            zerofix.revert()
+            if kind == "zerofix":
+                for fix in FIXES:
+                    zerofix.apply(fix)
+            took = seconds(made, width)
+            if block:
+                times[kind].append(took)
+    for kind, made in engines.items():
+        if kind == "stock":
+            made.optimizer.superoffload_cpu_optimizer.close()
+        made.destroy()
+    figures = {f"{kind}_ms": round(1e3 * statistics.median(times[kind]), 1) for kind in KINDS}
+    for other in ("plain", "stock"):
+        pairs = zip(times[other], times["zerofix"], strict=True)
+        figures[f"faster_than_{other}"] = round(statistics.median(a / b for a, b in pairs), 3)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=9)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    options = parser.parse_args()
+
+    import deepspeed
+    import torch.distributed
+    from deepspeed.accelerator import get_accelerator
+    from results import write
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    accelerator = get_accelerator()
+    device = accelerator.device_name()
+    if device == "cpu":
+        from zerofix.repro import _superoffload
+
+        _superoffload.stand_in()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = accelerator.communication_backend_name()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+
+    parameters = options.layers * (options.width**2 + options.width)
+    figures = [
+        {"gradient_clipping": clipping}
+        | measure(clipping, options.blocks, options.width, options.layers)
+        for clipping in (0.0, 1.0)
+    ]
+    write(
+        f"superoffload-{version('deepspeed')}-{device}",
+        {
+            "parameters": parameters,
+            "host_mib_more_than_plain": round(12 * parameters / 2**20, 1),
+            "blocks": options.blocks,
+            "steps_per_block": STEPS,
+            "figures": figures,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
