@@ -11,6 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from zerofix.superoffload.speculation import Speculation
+
 SUPEROFFLOAD = "deepspeed.runtime.superoffload.superoffload_stage3:SuperOffloadOptimizer_Stage3"
 _ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
@@ -46,25 +48,57 @@ def start(
     self.superoffload_cpu_optimizer = Speculation(self, kwargs.get("cpuadam_cores_perc", 0.8))
 
 
-def _partition_grads(self: Any, params_to_release: Any, grad_partitions: Any) -> Any:
+def _speculation(optimizer: Any) -> Speculation | None:
+    """Not of other ZeRO-3 optimizers, nor of one made before the fix was applied."""
+    from zerofix.superoffload.speculation import Speculation
+
+    found = getattr(optimizer, "superoffload_cpu_optimizer", None)
+    return found if isinstance(found, Speculation) else None
+
+
+def _partitioning(original: Callable[..., Any]) -> Callable[..., Any]:
     """Plain offload's, then begin the steps of the subgroups that are complete."""
-    parameters = list(params_to_release)
-    buffers = _zero_3().partition_grads(self, params_to_release, grad_partitions)
-    self.superoffload_cpu_optimizer.arrived(parameters)
-    return buffers
+
+    @functools.wraps(original)
+    def partition_grads(self: Any, params_to_release: Any, grad_partitions: Any) -> Any:
+        speculation = _speculation(self)
+        if speculation is None:
+            return original(self, params_to_release, grad_partitions)
+        buffers = _zero_3().partition_grads(self, params_to_release, grad_partitions)
+        speculation.arrived(params_to_release)
+        return buffers
+
+    return partition_grads
 
 
-def _step(self: Any, closure: Any = None) -> None:
+def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
     """Plain offload's, which asks for the norm, the scale and each subgroup's step in turn."""
-    self.superoffload_cpu_optimizer.begin()
-    _zero_3().step(self, closure)
-    self.superoffload_cpu_optimizer.end_step()
+
+    @functools.wraps(original)
+    def step(self: Any, closure: Any = None) -> Any:
+        speculation = _speculation(self)
+        if speculation is None:
+            return original(self, closure)
+        speculation.begin()
+        _zero_3().step(self, closure)
+        speculation.end_step()
+        return None
+
+    return step
 
 
-def _optimizer_step(self: Any, sub_group_id: int) -> None:
+def _taking(original: Callable[..., None]) -> Callable[..., None]:
     """Take the worker's step, or do plain offload's."""
-    if not self.superoffload_cpu_optimizer.take(sub_group_id):
-        _zero_3()._optimizer_step(self, sub_group_id)
+
+    @functools.wraps(original)
+    def _optimizer_step(self: Any, sub_group_id: int) -> None:
+        speculation = _speculation(self)
+        if speculation is None:
+            original(self, sub_group_id)
+        elif not speculation.take(sub_group_id):
+            _zero_3()._optimizer_step(self, sub_group_id)
+
+    return _optimizer_step
 
 
 def _scaling(original: Callable[..., None]) -> Callable[..., None]:
@@ -72,7 +106,7 @@ def _scaling(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Any) -> None:
-        if speculation := getattr(self, "superoffload_cpu_optimizer", None):
+        if speculation := _speculation(self):
             speculation.scale(original, sub_group_id, total_norm)
         else:
             original(self, sub_group_id, total_norm)
@@ -85,9 +119,11 @@ def _closing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def destroy(self: Any) -> Any:
-        if speculation := getattr(self, "superoffload_cpu_optimizer", None):
-            speculation.close()
-        return original(self)
+        try:
+            return original(self)
+        finally:
+            if speculation := _speculation(self):
+                speculation.close()
 
     return destroy
 
@@ -97,7 +133,7 @@ def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if speculation := getattr(self, "superoffload_cpu_optimizer", None):
+        if speculation := _speculation(self):
             speculation.change()
         return original(self, *args, **kwargs)
 
@@ -105,9 +141,9 @@ def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 TARGETS = (
-    Target(f"{SUPEROFFLOAD}.partition_grads", Replace(_partition_grads)),
-    Target(f"{SUPEROFFLOAD}.step", Replace(_step)),
-    Target(f"{SUPEROFFLOAD}._optimizer_step", Replace(_optimizer_step)),
+    Target(f"{SUPEROFFLOAD}.partition_grads", Around(_partitioning)),
+    Target(f"{SUPEROFFLOAD}.step", Around(_stepping)),
+    Target(f"{SUPEROFFLOAD}._optimizer_step", Around(_taking)),
     # What SuperOffload inherits. Other optimizers of the class go on as before.
     Target(f"{_ZERO_3}.unscale_and_clip_grads", Around(_scaling)),
     Target(f"{_ZERO_3}.destroy", Around(_closing)),

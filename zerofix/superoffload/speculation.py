@@ -40,6 +40,7 @@ class Speculation:
         Args:
             cores: the part of the cores of this process that the worker gets.
         """
+        from deepspeed.accelerator import get_accelerator
         from deepspeed.utils import logger
 
         self._optimizer = optimizer
@@ -60,8 +61,13 @@ class Speculation:
         self._client = Client(self._memory, Setup(sizes, optimizer.optimizer.adam_w_mode), cores)
         for i in self._places:
             self._adopt(i)
-        if optimizer.offload_optimizer_pin_memory:
-            _pin(self._memory.gradients)
+        # Copies from the GPU are asynchronous only to page-locked memory.
+        self._pinned = (
+            optimizer.offload_optimizer_pin_memory and get_accelerator().device_name() == "cuda"
+        )
+        if self._pinned:
+            gradients = self._memory.gradients
+            _cuda("cudaHostRegister", gradients.data_ptr(), gradients.numel(), 0)
         logger.info(
             "zerofix: SuperOffload steps during the backward, into "
             f"{needed(sizes) * 3 / 7 / GIB:.2f} GiB of host memory more than plain offload has"
@@ -154,6 +160,8 @@ class Speculation:
         if self._places:
             self._places = {}
             self._client.close()
+            if self._pinned:
+                _cuda("cudaHostUnregister", self._memory.gradients.data_ptr())
 
     def _forget(self) -> None:
         self._arrived: dict[int, set[int]] = defaultdict(set)
@@ -262,10 +270,7 @@ def _obstacle(optimizer: Any, on_cpu: Sequence[int], sizes: Sequence[int]) -> st
     return ""
 
 
-def _pin(tensor: Tensor) -> None:
-    """Page-lock memory that copies from the GPU go to, where there is CUDA."""
-    from deepspeed.accelerator import get_accelerator
-
-    if get_accelerator().device_name() == "cuda":
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+def _cuda(function: str, *arguments: int) -> None:
+    """Call the CUDA runtime; an error is raised."""
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(getattr(cudart, function)(*arguments))
