@@ -11,6 +11,7 @@ from zerofix.patches import (
     grad_accumulation,
     grad_lifetime,
     reduction_lifetime,
+    zero3_grad_lifetime,
     zero3_reduce_stream,
 )
 
@@ -25,4 +26,5 @@ CATALOGUE: tuple[Fix, ...] = (
     grad_lifetime.FIX,
     reduction_lifetime.FIX,
     zero3_reduce_stream.FIX,
+    zero3_grad_lifetime.FIX,
 )
