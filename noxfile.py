@@ -7,6 +7,7 @@ of its own, .deepspeed/RELEASE, that goes first on the module path.
 import hashlib
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import nox
@@ -34,11 +35,11 @@ def shared_operations(folder: Path) -> dict[str, str]:
     """The environment in which a release finds CPUAdam compiled by another of the same source.
 
     Compiling takes most of a minute, and is done again when a path or a date is another: such
-    releases are reached by one link, and their sources are of 1970.
+    releases are reached by one link, and their sources are of 1970. One session at a time.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{sys.version} {metadata.version('torch')}".encode())
     sources = folder / "deepspeed" / "ops" / "csrc"
-    for file in sorted([*sources.glob("adam/*"), *sources.glob("includes/*")]):
+    for file in sorted([*sources.glob("*/cpu_adam*"), sources / "includes" / "simd.h"]):
         digest.update(file.read_bytes())
         os.utime(file, (0, 0))
     link = folder.parent / digest.hexdigest()[:16]
