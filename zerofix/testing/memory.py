@@ -1,0 +1,141 @@
+"""A caching allocator: freed memory goes at once to the next allocation of the same stream."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerofix.testing.checker import Allocation, Span
+from zerofix.testing.lines import Line, caller
+from zerofix.testing.scheduler import Operation
+
+ROUND = 512
+"""Bytes. CUDA's allocator rounds to the same, and so tensors of different size share memory."""
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of one stream, used by one allocation after the other."""
+
+    root: Tensor
+    """uint8, one dimension."""
+    stream: int
+    pending: list[Operation]
+    """What ``record_stream`` makes the next allocation wait for."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's elements are, without keeping the tensor's memory from being freed."""
+
+    root: Tensor
+    """The block's memory, or for memory that is not of the allocator an alias that keeps it."""
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """Call with dispatch to modes turned off."""
+        if self.root.dtype == self.dtype and self.root.size() == self.size:
+            if self.root.stride() == self.stride and self.root.storage_offset() == self.offset:
+                return self.root
+        storage = self.root.untyped_storage()
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+def contiguous_size(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided tensor."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+class Memory:
+    """The virtual device's memory: allocations by address, and free blocks by stream.
+
+    Memory that was there before is used but never freed here. The methods want dispatch to modes
+    turned off.
+    """
+
+    def __init__(self, on_free: Callable[[Allocation, Line], None]) -> None:
+        self.on_free = on_free
+        self.open = True
+        self.live: dict[int, tuple[Allocation, Block]] = {}
+        self.foreign: dict[int, tuple[Allocation, StorageWeakRef]] = {}
+        self.free: list[Block] = []
+        # Filled by finalizers, that may run in the middle of anything.
+        self.freed: deque[Block] = deque()
+        self.last_operations: Callable[[set[int]], list[Operation]] = lambda _: []
+
+    def allocate(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, stream: int
+    ) -> Tensor:
+        """An uninitialised tensor: the old contents of its memory, or NaN where it is new."""
+        nbytes = contiguous_size(size, stride) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
+        block = self.take(-(-nbytes // ROUND) * ROUND, stream)
+        handle = block.root.numpy()[:nbytes]
+        address = block.root.data_ptr()
+        allocation = Allocation(stream, caller())
+        self.live[address] = (allocation, block)
+        # The storage made from this array owns it: the array dies when the last tensor does.
+        weakref.finalize(handle, self.release, address, allocation, block).atexit = False
+        storage = torch.from_numpy(handle).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
+
+    def take(self, nbytes: int, stream: int) -> Block:
+        while self.freed:
+            self.free.append(self.freed.popleft())
+        best: Block | None = None
+        # The block freed last comes first: it is the one that may still be in use.
+        for block in reversed(self.free):
+            if block.stream != stream or block.root.numel() < nbytes:
+                continue
+            if best is not None and best.root.numel() <= block.root.numel():
+                continue
+            if all(operation.done for operation in block.pending):
+                best = block
+        if best is not None:
+            self.free.remove(best)
+            best.pending = []
+            return best
+        # All bits set is NaN in every floating-point type.
+        return Block(torch.full((nbytes,), 255, dtype=torch.uint8), stream, [])
+
+    def release(self, address: int, allocation: Allocation, block: Block) -> None:
+        if self.open:
+            del self.live[address]
+            self.on_free(allocation, caller())
+            block.pending = self.last_operations(allocation.recorded)
+            self.freed.append(block)
+
+    def find(self, tensor: Tensor) -> tuple[Allocation | None, Place, Span]:
+        """Who owns a tensor's memory, and where in it the tensor is.
+
+        The owner is None for a tensor without elements.
+        """
+        size, stride, offset = tuple(tensor.size()), tensor.stride(), tensor.storage_offset()
+        span = Span(offset * tensor.itemsize, size, stride, tensor.itemsize)
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self.live:
+            allocation, block = self.live[address]
+            return allocation, Place(block.root, tensor.dtype, offset, size, stride), span
+        place = Place(tensor.detach(), tensor.dtype, offset, size, stride)
+        if tensor.numel() == 0:
+            return None, place, span
+        if address in self.foreign and not self.foreign[address][1].expired():
+            return self.foreign[address][0], place, span
+        allocation = Allocation(-1, caller())
+        self.foreign[address] = (allocation, StorageWeakRef(storage))
+        return allocation, place, span
+
+
