@@ -103,11 +103,14 @@ class UnsafeFree:
     """The stream that allocated the memory, and may get it again at once."""
     allocated: Line
     freed: Line
+    reused: Line
+    """The stream's next allocation, which may have got the same memory."""
 
     def __str__(self) -> str:
         return (
             f"unsafe free of memory of stream {self.stream}:\n  {self.access}\n"
-            f"  allocated at\n    {self.allocated}\n  freed at\n    {self.freed}"
+            f"  allocated at\n    {self.allocated}\n  freed at\n    {self.freed}\n"
+            f"  that stream's next allocation\n    {self.reused}"
         )
 
 
@@ -124,6 +127,8 @@ class Allocation:
     """Streams named by ``record_stream``."""
     accesses: list[Access] = field(default_factory=list)
     """Those that a later one could still race with."""
+    remains: list[Access] = field(default_factory=list)
+    """Of the allocation that had this memory before, and not ordered before this one."""
 
 
 class Checker:
@@ -145,27 +150,32 @@ class Checker:
     def issue(self, stream: int, number: int) -> None:
         self.clock(stream)[stream] = number
 
-    def access(self, allocation: Allocation, new: Access) -> None:
-        """Compare with the earlier accesses; the operation was issued just now."""
+    def access(self, allocation: Allocation, new: Access) -> list[int]:
+        """Compare with the earlier accesses; the operation was issued just now.
+
+        Returns the numbers of the operations that no declared ordering keeps from coming later.
+        """
         clock = self.clock(new.stream)
-        kept = []
+        unordered, kept = [], []
         for old in allocation.accesses:
             ordered = old.number <= clock.get(old.stream, -1)
             if not ordered and (old.writes or new.writes) and old.span.overlaps(new.span):
                 self.report(Race(old, new))
+                unordered.append(old.number)
             # What the new access stands for need not be kept: whoever comes after it comes
             # after the old one, and whoever races with the old one races with it.
             stands_for = ordered and new.span.covers(old.span) and (new.writes or not old.writes)
             if not stands_for and old.number > self.host.get(old.stream, -1):
                 kept.append(old)
         allocation.accesses = [*kept, new]
+        if new.writes:
+            unordered += [old.number for old in allocation.remains]
+        return unordered
 
-    def free(self, allocation: Allocation, line: Line) -> None:
-        clock = self.clock(allocation.stream)
-        safe = {allocation.stream} | allocation.recorded
-        for access in allocation.accesses:
-            if access.stream not in safe and access.number > clock.get(access.stream, -1):
-                self.report(UnsafeFree(access, allocation.stream, allocation.line, line))
+    def unordered(self, stream: int, accesses: list[Access]) -> list[Access]:
+        """Those that the stream's next operation does not come after."""
+        clock = self.clock(stream)
+        return [access for access in accesses if access.number > clock.get(access.stream, -1)]
 
     def report(self, report: Report) -> None:
         accesses = (

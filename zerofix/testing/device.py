@@ -29,8 +29,7 @@ class Device:
         self.checker = Checker()
         self.reports = self.checker.reports
         self.counts = Counter()
-        self.memory = Memory(self.checker.free)
-        self.memory.last_operations = self.last_operations
+        self.memory = Memory(self.checker, self.queue)
         self.operations = 0
         self.communicators: dict[str, Stream] = {}
         self.last_collective: Operation | None = None
@@ -38,9 +37,6 @@ class Device:
         self.streams = 0
         self.default = Stream(device=self)
         self.current = self.default
-
-    def last_operations(self, streams: set[int]) -> list[Operation]:
-        return [self.queue.last[stream] for stream in streams if stream in self.queue.last]
 
     def issue(
         self,
@@ -57,14 +53,15 @@ class Device:
         operation = Operation(name, caller(), stream.id, self.operations, run)
         operation.after += [other for other in after if other is not None and not other.done]
         self.checker.issue(stream.id, operation.number)
+        unordered: list[int] = []
         for accesses, writing in ((reads, False), (writes, True)):
             for allocation, _, span in accesses:
                 if allocation is not None:
                     access = Access(
                         name, operation.line, stream.id, operation.number, writing, span
                     )
-                    self.checker.access(allocation, access)
-        self.queue.put(operation)
+                    unordered += self.checker.access(allocation, access)
+        self.queue.put(operation, unordered)
         return operation
 
     def finish(self, operation: Operation | None, clock: Clock) -> None:

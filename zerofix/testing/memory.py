@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerofix.testing.checker import Allocation, Span
+from zerofix.testing.checker import Access, Allocation, Checker, Span, UnsafeFree
 from zerofix.testing.lines import Line, caller
-from zerofix.testing.scheduler import Operation
+from zerofix.testing.scheduler import Operation, Queue
 
 ROUND = 512
 """Bytes. CUDA's allocator rounds to the same, and so tensors of different size share memory."""
@@ -26,7 +26,10 @@ class Block:
     root: Tensor
     """uint8, one dimension."""
     stream: int
-    pending: list[Operation]
+    last: Allocation | None = None
+    """The allocation that has it, or had it last."""
+    freed: Line | None = None
+    pending: Sequence[Operation] = ()
     """What ``record_stream`` makes the next allocation wait for."""
 
 
@@ -64,15 +67,15 @@ class Memory:
     turned off.
     """
 
-    def __init__(self, on_free: Callable[[Allocation, Line], None]) -> None:
-        self.on_free = on_free
+    def __init__(self, checker: Checker, queue: Queue) -> None:
+        self.checker = checker
+        self.queue = queue
         self.open = True
-        self.live: dict[int, tuple[Allocation, Block]] = {}
+        self.live: dict[int, Block] = {}
         self.foreign: dict[int, tuple[Allocation, StorageWeakRef]] = {}
         self.free: list[Block] = []
         # Filled by finalizers, that may run in the middle of anything.
         self.freed: deque[Block] = deque()
-        self.last_operations: Callable[[set[int]], list[Operation]] = lambda _: []
 
     def allocate(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, stream: int
@@ -81,40 +84,58 @@ class Memory:
         nbytes = contiguous_size(size, stride) * dtype.itemsize
         if nbytes == 0:
             return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
-        block = self.take(-(-nbytes // ROUND) * ROUND, stream)
+        line = caller()
+        block, remains = self.take(-(-nbytes // ROUND) * ROUND, stream, line)
+        block.last = Allocation(stream, line, remains=remains)
         handle = block.root.numpy()[:nbytes]
-        address = block.root.data_ptr()
-        allocation = Allocation(stream, caller())
-        self.live[address] = (allocation, block)
+        self.live[block.root.data_ptr()] = block
         # The storage made from this array owns it: the array dies when the last tensor does.
-        weakref.finalize(handle, self.release, address, allocation, block).atexit = False
+        weakref.finalize(handle, self.release, block).atexit = False
         storage = torch.from_numpy(handle).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
-    def take(self, nbytes: int, stream: int) -> Block:
+    def take(self, nbytes: int, stream: int, line: Line) -> tuple[Block, list[Access]]:
+        """A block that is large enough, and those of its accesses that may still be to come.
+
+        Any free block of the stream may be chosen: by preference one that is not safe, then the
+        smallest, then the one freed last.
+        """
         while self.freed:
             self.free.append(self.freed.popleft())
         best: Block | None = None
-        # The block freed last comes first: it is the one that may still be in use.
+        best_remains: list[Access] = []
         for block in reversed(self.free):
-            if block.stream != stream or block.root.numel() < nbytes:
+            if block.stream != stream or block.last is None or block.freed is None:
                 continue
-            if best is not None and best.root.numel() <= block.root.numel():
+            if not all(operation.done for operation in block.pending):
                 continue
-            if all(operation.done for operation in block.pending):
-                best = block
-        if best is not None:
-            self.free.remove(best)
-            best.pending = []
-            return best
-        # All bits set is NaN in every floating-point type.
-        return Block(torch.full((nbytes,), 255, dtype=torch.uint8), stream, [])
+            recorded = block.last.recorded
+            remains = [
+                access
+                for access in self.checker.unordered(stream, block.last.accesses)
+                if access.stream not in recorded
+            ]
+            for access in remains:
+                self.checker.report(
+                    UnsafeFree(access, stream, block.last.line, block.freed, line)
+                )
+            if block.root.numel() < nbytes:
+                continue
+            rank = (not remains, block.root.numel())
+            if best is None or rank < (not best_remains, best.root.numel()):
+                best, best_remains = block, remains
+        if best is None:
+            # All bits set is NaN in every floating-point type.
+            return Block(torch.full((nbytes,), 255, dtype=torch.uint8), stream), []
+        self.free.remove(best)
+        return best, best_remains
 
-    def release(self, address: int, allocation: Allocation, block: Block) -> None:
-        if self.open:
-            del self.live[address]
-            self.on_free(allocation, caller())
-            block.pending = self.last_operations(allocation.recorded)
+    def release(self, block: Block) -> None:
+        if self.open and block.last is not None:
+            del self.live[block.root.data_ptr()]
+            block.freed = caller()
+            last = self.queue.last
+            block.pending = [last[stream] for stream in block.last.recorded if stream in last]
             self.freed.append(block)
 
     def find(self, tensor: Tensor) -> tuple[Allocation | None, Place, Span]:
@@ -127,8 +148,8 @@ class Memory:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address in self.live:
-            allocation, block = self.live[address]
-            return allocation, Place(block.root, tensor.dtype, offset, size, stride), span
+            block = self.live[address]
+            return block.last, Place(block.root, tensor.dtype, offset, size, stride), span
         place = Place(tensor.detach(), tensor.dtype, offset, size, stride)
         if tensor.numel() == 0:
             return None, place, span

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from zerofix.testing.lines import Line
 
@@ -31,54 +31,53 @@ class Operation:
     done: bool = False
 
 
-class Policy(Protocol):
-    """What a schedule decides."""
+class Policy:
+    """What a schedule decides. This one is ``"lazy"``."""
 
-    def choose(self, ready: list[tuple[int, Operation]]) -> Operation:
+    adverse = True
+    """Whether of two unordered operations that race the one issued first should run last."""
+
+    def last(self, ready: list[tuple[int, Operation]]) -> Operation:
         """Take out of a heap of operations the one that runs after all others."""
-
-    def eager(self) -> bool:
-        """Whether to run one more operation that nobody waits for yet."""
-
-    def pick(self, heads: list[Operation]) -> Operation: ...
-
-
-class Lazy:
-    def choose(self, ready: list[tuple[int, Operation]]) -> Operation:
         return heapq.heappop(ready)[1]
 
-    def eager(self) -> bool:
+    def early(self) -> bool:
+        """Whether to run one more operation that nobody waits for yet."""
         return False
 
-    def pick(self, heads: list[Operation]) -> Operation:
+    def next(self, heads: list[Operation]) -> Operation:
         return heads[0]
 
 
-class InOrder(Lazy):
-    def eager(self) -> bool:
+class InOrder(Policy):
+    adverse = False
+
+    def early(self) -> bool:
         return True
 
 
-class Seeded:
+class Seeded(Policy):
+    adverse = False
+
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def choose(self, ready: list[tuple[int, Operation]]) -> Operation:
+    def last(self, ready: list[tuple[int, Operation]]) -> Operation:
         chosen = ready.pop(self.random.randrange(len(ready)))[1]
         heapq.heapify(ready)
         return chosen
 
-    def eager(self) -> bool:
+    def early(self) -> bool:
         return self.random.random() < 0.4
 
-    def pick(self, heads: list[Operation]) -> Operation:
+    def next(self, heads: list[Operation]) -> Operation:
         return self.random.choice(heads)
 
 
 def policy(schedule: Schedule) -> Policy:
     """Raises ValueError for a schedule that does not exist."""
     if schedule == "lazy":
-        return Lazy()
+        return Policy()
     if schedule == "in-order":
         return InOrder()
     if isinstance(schedule, int):
@@ -93,16 +92,24 @@ class Queue:
         self.policy = policy(schedule)
         self.streams: dict[int, deque[Operation]] = {}
         self.last: dict[int, Operation] = {}
-        self.running = False
+        self.waiting: dict[int, Operation] = {}
+        """By number: what did not run yet."""
 
-    def put(self, operation: Operation) -> None:
+    def put(self, operation: Operation, unordered: Iterable[int] = ()) -> None:
+        """Queue an operation that races with those of the given numbers, issued before it."""
         previous = self.last.get(operation.stream)
         if previous is not None and not previous.done:
             operation.after.append(previous)
         self.last[operation.stream] = operation
+        self.waiting[operation.number] = operation
         self.streams.setdefault(operation.stream, deque()).append(operation)
-        while self.policy.eager() and (heads := self.heads()):
-            self.execute(self.policy.pick(heads))
+        if self.policy.adverse:
+            for number in set(unordered) & self.waiting.keys():
+                # Legal unless what was put off before has closed a circle.
+                if number not in self.closure([operation]):
+                    self.waiting[number].after.append(operation)
+        while self.policy.early() and (heads := self.heads()):
+            self.execute(self.policy.next(heads))
 
     def heads(self) -> list[Operation]:
         """The operations that may run now, in the order of their streams' creation."""
@@ -114,8 +121,8 @@ class Queue:
                 heads.append(waiting[0])
         return heads
 
-    def force(self, wanted: Iterable[Operation]) -> None:
-        """Run these, and before them what the declared ordering puts before them: no more."""
+    def closure(self, wanted: Iterable[Operation]) -> dict[int, Operation]:
+        """These and, by number, what is ordered before them, as far as it did not run yet."""
         needed: dict[int, Operation] = {}
         stack = [operation for operation in wanted if not operation.done]
         while stack:
@@ -123,7 +130,11 @@ class Queue:
             if operation.number not in needed:
                 needed[operation.number] = operation
                 stack += [other for other in operation.after if not other.done]
-        for operation in self.arrange(needed):
+        return needed
+
+    def force(self, wanted: Iterable[Operation]) -> None:
+        """Run these, and before them what the declared ordering puts before them: no more."""
+        for operation in self.arrange(self.closure(wanted)):
             self.execute(operation)
 
     def force_all(self) -> None:
@@ -140,7 +151,7 @@ class Queue:
         heapq.heapify(ready)
         backwards = []
         while ready:
-            operation = self.policy.choose(ready)
+            operation = self.policy.last(ready)
             backwards.append(operation)
             for other in operation.after:
                 if not other.done:
@@ -151,14 +162,12 @@ class Queue:
 
     def execute(self, operation: Operation) -> None:
         if operation.run is not None:
-            self.running = True
             try:
                 operation.run()
             except Exception as error:
-                error.add_note(f"in {operation.name}, issued at {operation.line}")
-                raise
-            finally:
-                self.running = False
+                message = f"{operation.name}, issued at {operation.line}: {error}"
+                raise RuntimeError(message) from error
+        del self.waiting[operation.number]
         operation.done = True
         operation.run = None
         operation.after = []
