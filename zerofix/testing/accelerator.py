@@ -10,17 +10,9 @@ from typing import Any
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 
+from zerofix.testing import device as virtual
 from zerofix.testing import lines
 from zerofix.testing.context import virtual_streams
-from zerofix.testing.device import (
-    Device,
-    Event,
-    Stream,
-    current_stream,
-    default_stream,
-    stream,
-    synchronize,
-)
 from zerofix.testing.scheduler import Schedule
 
 
@@ -31,8 +23,8 @@ def with_streams(own: Any) -> Any:
     """
 
     class Virtual(own):  # type: ignore[misc]
-        Stream = Stream
-        Event = Event
+        Stream = virtual.Stream
+        Event = virtual.Event
 
         def is_synchronized_device(self) -> bool:
             return False
@@ -40,23 +32,23 @@ def with_streams(own: Any) -> Any:
         def on_accelerator(self, tensor: Any) -> bool:
             return True
 
-        def stream(self, value: Stream | None) -> AbstractContextManager[None]:
-            return stream(value)
+        def stream(self, value: virtual.Stream | None) -> AbstractContextManager[None]:
+            return virtual.stream(value)
 
-        def current_stream(self, device_index: int | None = None) -> Stream:
-            return current_stream()
+        def current_stream(self, device_index: int | None = None) -> virtual.Stream:
+            return virtual.current_stream()
 
-        def default_stream(self, device_index: int | None = None) -> Stream:
-            return default_stream()
+        def default_stream(self, device_index: int | None = None) -> virtual.Stream:
+            return virtual.default_stream()
 
         def synchronize(self, device_index: int | None = None) -> None:
-            synchronize()
+            virtual.synchronize()
 
     return Virtual
 
 
 @contextmanager
-def deepspeed_streams(schedule: Schedule = "lazy") -> Iterator[Device]:
+def deepspeed_streams(schedule: Schedule = "lazy") -> Iterator[virtual.Device]:
     """``virtual_streams`` that DeepSpeed's accelerator answers with, too.
 
     Build the engine inside, after ``deepspeed.init_distributed``. The accelerator must be the CPU's

@@ -178,9 +178,7 @@ class Checker:
         return [access for access in accesses if access.number > clock.get(access.stream, -1)]
 
     def report(self, report: Report) -> None:
-        accesses = (
-            (report.first, report.second) if isinstance(report, Race) else (report.access,)
-        )
+        accesses = (report.first, report.second) if isinstance(report, Race) else (report.access,)
         key = (type(report), *((a.operation, a.line, a.stream, a.writes) for a in accesses))
         if key not in self.known:
             self.known.add(key)

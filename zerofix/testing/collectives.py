@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -19,7 +20,7 @@ from zerofix.testing.device import Device, Event, Stream
 from zerofix.testing.memory import Place
 
 
-class Work(dist._Work):
+class Work(c10d.Work):
     """The handle of a queued collective."""
 
     def __init__(self, device: Device, event: Event, tensors: list[Tensor]) -> None:
@@ -45,8 +46,9 @@ def collective(
     group = next(a for a in args if isinstance(a, torch.ScriptObject))
     stream = communicator(device, dist.ProcessGroup.unbox(group).group_name)
     groups = [value for value in args if isinstance(value, list | Tensor)]
-    tensors = [[leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-               for value in groups]
+    tensors = [
+        [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)] for value in groups
+    ]
     tensors = [group for group in tensors if group]
     barrier = func._schema.name == "c10d::barrier"
     sends = func._schema.name == "c10d::send"
@@ -54,8 +56,10 @@ def collective(
     writes = [] if barrier or sends else found[0]
     reads = [] if barrier else found[0] if sends else found[-1]
 
-    kept = tree_map(lambda leaf: device.memory.find(leaf)[1] if isinstance(leaf, Tensor) else leaf,
-                    (args, kwargs))
+    kept = tree_map(
+        lambda leaf: device.memory.find(leaf)[1] if isinstance(leaf, Tensor) else leaf,
+        (args, kwargs),
+    )
 
     def run() -> None:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -64,7 +68,7 @@ def collective(
             )
             answer = func(*arguments, **options)
             handle = answer[1] if isinstance(answer, tuple) else answer
-            dist._Work.unbox(handle).wait()
+            c10d.Work.unbox(handle).wait()
 
     stream.follow(device.current.mark())
     device.last_collective = device.issue(

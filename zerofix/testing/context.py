@@ -50,5 +50,5 @@ def virtual_streams(schedule: Schedule = "lazy") -> Iterator[Device]:
     finally:
         for name in methods:
             delattr(torch.Tensor, name)
-        device.memory.open = False
+        device.close()
         _active.pop()

@@ -86,6 +86,15 @@ class Device:
         for clock in self.checker.clocks.values():
             join(self.checker.host, clock)
 
+    def close(self) -> None:
+        """Forget everything but the reports and counts: a stream that lives on keeps the device."""
+        self.memory.close()
+        self.queue.last.clear()
+        self.queue.streams.clear()
+        self.queue.waiting.clear()
+        self.handles.clear()
+        self.last_collective = None
+
 
 _active: list[Device] = []
 

@@ -105,11 +105,11 @@ def generator_of(arguments: dict[str, Any]) -> torch.Generator:
     return generator if isinstance(generator, torch.Generator) else torch.default_generator
 
 
-class Dispatch(TorchDispatchMode):
+class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below autograd, in the forward, the backward and in hooks."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.outputs: dict[Any, tuple[list[Any], Any]] = {}
 
@@ -161,7 +161,7 @@ class Dispatch(TorchDispatchMode):
         call = self.later(func, args, kwargs)
 
         def run() -> None:
-            # A place, not a tensor, for everything: to hold a tensor would keep it from being freed.
+            # It has places, not tensors: to hold a tensor would keep it from being freed.
             if state is None:
                 answers = call()
             else:
@@ -201,14 +201,14 @@ class Dispatch(TorchDispatchMode):
         leaves, shape = tree_flatten(answer)
         if key is None:
             return leaves, shape
-        blank = [
+        blanks = [
             torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
             if isinstance(leaf, Tensor)
             else leaf
             for leaf in leaves
         ]
-        self.outputs[key] = blank, shape
-        return blank, shape
+        self.outputs[key] = blanks, shape
+        return blanks, shape
 
     def accesses(
         self, func: OpOverload, arguments: dict[str, Any]
@@ -251,7 +251,7 @@ class Dispatch(TorchDispatchMode):
 
     def resize(self, tensor: Tensor, size: Sequence[int]) -> Tensor:
         """``resize_``: memory of the allocator cannot grow, so it is exchanged for more."""
-        elements = torch.Size(size).numel() + tensor.storage_offset()
+        elements = torch.Size(size).numel() + int(tensor.storage_offset())
         storage = tensor.untyped_storage()
         if elements * tensor.itemsize <= storage.nbytes():
             return tensor.resize_(size)
@@ -291,4 +291,3 @@ def guarded(run: Callable[[], None]) -> Callable[[], None]:
             run()
 
     return below
-

@@ -15,6 +15,9 @@ from zerofix.testing.checker import Access, Allocation, Checker, Span, UnsafeFre
 from zerofix.testing.lines import Line, caller
 from zerofix.testing.scheduler import Operation, Queue
 
+array = Tensor.numpy
+"""The method itself: in the context a call through the class waits for the current stream."""
+
 ROUND = 512
 """Bytes. CUDA's allocator rounds to the same, and so tensors of different size share memory."""
 
@@ -46,10 +49,11 @@ class Place:
 
     def tensor(self) -> Tensor:
         """Call with dispatch to modes turned off."""
-        if self.root.dtype == self.dtype and self.root.size() == self.size:
-            if self.root.stride() == self.stride and self.root.storage_offset() == self.offset:
-                return self.root
-        storage = self.root.untyped_storage()
+        root = self.root
+        at = (root.dtype, root.storage_offset(), root.size(), root.stride())
+        if at == (self.dtype, self.offset, self.size, self.stride):
+            return root
+        storage = root.untyped_storage()
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
@@ -87,7 +91,7 @@ class Memory:
         line = caller()
         block, remains = self.take(-(-nbytes // ROUND) * ROUND, stream, line)
         block.last = Allocation(stream, line, remains=remains)
-        handle = block.root.numpy()[:nbytes]
+        handle = array(block.root)[:nbytes]
         self.live[block.root.data_ptr()] = block
         # The storage made from this array owns it: the array dies when the last tensor does.
         weakref.finalize(handle, self.release, block).atexit = False
@@ -116,9 +120,7 @@ class Memory:
                 if access.stream not in recorded
             ]
             for access in remains:
-                self.checker.report(
-                    UnsafeFree(access, stream, block.last.line, block.freed, line)
-                )
+                self.checker.report(UnsafeFree(access, stream, block.last.line, block.freed, line))
             if block.root.numel() < nbytes:
                 continue
             rank = (not remains, block.root.numel())
@@ -138,12 +140,19 @@ class Memory:
             block.pending = [last[stream] for stream in block.last.recorded if stream in last]
             self.freed.append(block)
 
+    def close(self) -> None:
+        self.open = False
+        self.live.clear()
+        self.foreign.clear()
+        self.free.clear()
+        self.freed.clear()
+
     def find(self, tensor: Tensor) -> tuple[Allocation | None, Place, Span]:
         """Who owns a tensor's memory, and where in it the tensor is.
 
         The owner is None for a tensor without elements.
         """
-        size, stride, offset = tuple(tensor.size()), tensor.stride(), tensor.storage_offset()
+        size, stride, offset = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
         span = Span(offset * tensor.itemsize, size, stride, tensor.itemsize)
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
@@ -153,10 +162,8 @@ class Memory:
         place = Place(tensor.detach(), tensor.dtype, offset, size, stride)
         if tensor.numel() == 0:
             return None, place, span
-        if address in self.foreign and not self.foreign[address][1].expired():
+        if address in self.foreign and not self.foreign[address][1].expired():  # type: ignore[no-untyped-call]
             return self.foreign[address][0], place, span
         allocation = Allocation(-1, caller())
-        self.foreign[address] = (allocation, StorageWeakRef(storage))
+        self.foreign[address] = (allocation, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return allocation, place, span
-
-

@@ -53,8 +53,9 @@ def place_gradients(streams: Mapping[Tensor, Stream]) -> Iterator[None]:
         active().current = before.pop(parameter)
 
     for parameter, stream in streams.items():
-        handles.append(parameter.register_hook(enter(parameter, stream)))
-        handles.append(parameter.register_post_accumulate_grad_hook(leave))
+        own: Any = parameter  # torch has no types for hooks
+        handles.append(own.register_hook(enter(parameter, stream)))
+        handles.append(own.register_post_accumulate_grad_hook(leave))
     try:
         yield
     finally:
