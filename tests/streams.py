@@ -123,9 +123,7 @@ def launch(
             tails = "\n".join(log.read_text()[-3000:] for log in logs)
             raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
         answers = json.loads(Path(folder, "answer.json").read_text())
-    return {
-        layout: Outcome(**answer) for layout, answer in zip(layouts, answers, strict=True)
-    }
+    return {layout: Outcome(**answer) for layout, answer in zip(layouts, answers, strict=True)}
 
 
 def configuration(layout: Layout) -> dict[str, Any]:
@@ -225,6 +223,15 @@ def group(folder: Path, rank: int, world_size: int) -> Iterator[None]:
 
     # DeepSpeed would first compile its own collectives for CPUs. Gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Without contiguous_gradients DeepSpeed reduces tensors of the type torch.DEVICE.FloatTensor
+    # and the like. A CPU's have no device in the name, and it would reduce nothing.
+    name = torch.Tensor.type
+
+    def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = name(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cpu.") if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_  # type: ignore[assignment,method-assign]
     # See training.prepare_accelerator: 0.18.7 to 0.18.9 crash where there is memory.
     get_accelerator().available_memory = lambda *_: 0
     deepspeed.init_distributed(
