@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 Stream = Any
 Event = Any
 """Those of the accelerator: ``torch.cuda.Stream``, ``torch.cuda.Event``."""
@@ -98,7 +100,8 @@ def wait_for_all_writers(original: Callable[..., Any]) -> Callable[..., Any]:
         stream = self.reduction_stream if self.overlap_comm else current
         writers = _provenance(self).writers
         full = [bucket for bucket in _buckets(self) if bucket.elements]
-        for bucket in full:
+        # At its end, autograd has let the stream that called backward wait for all others.
+        for bucket in full if _in_backward() else ():
             # What is in no buffer is touched by the current stream first, and DeepSpeed lets the
             # reduction wait for that.
             reader = stream if _is_buffered(self, bucket) else current
@@ -121,6 +124,10 @@ def wait_for_all_writers(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return reduce_ipg_grads
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _streams_matter(optimizer: Any) -> bool:

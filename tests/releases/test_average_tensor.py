@@ -1,0 +1,77 @@
+"""ZeRO-1/2 with gradients of several streams trains as on one stream, bit for bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from streams import Layout, Outcome, launch
+
+LAYOUTS = [
+    Layout(stage, overlap, bucket, 3, offload=offload, reduce_scatter=reduce_scatter)
+    for stage, overlap, bucket, offload, reduce_scatter in product(
+        (1, 2), (True, False), (100, 300, 5000), (False, True), (True, False)
+    )
+]
+OTHERS = [
+    Layout(stage, overlap, bucket, producers, **change)
+    for stage, overlap, (bucket, producers), change in product(
+        (1, 2),
+        (True, False),
+        ((100, 2), (300, 1)),
+        ({}, {"contiguous_gradients": False}, {"ga_steps": 2}, {"dtype": "bf16"}, {"schedule": 1}),
+    )
+]
+ONE_PRODUCER_AND_BUCKET = [
+    Layout(stage, overlap, 5000, producers)
+    for stage, overlap, producers in product((1, 2), (True, False), (0, 1))
+]
+
+
+@cache
+def outcomes(world_size: int, patched: bool) -> dict[Layout, Outcome]:
+    layouts = ONE_PRODUCER_AND_BUCKET
+    if patched:
+        layouts = [*LAYOUTS, *OTHERS, *layouts]
+    return launch(layouts, world_size, patched=patched)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("layout", [*LAYOUTS, *OTHERS], ids=str)
+def test_patched_training_is_exact_and_nothing_is_reported(layout: Layout, world_size: int) -> None:
+    outcome = outcomes(world_size, True)[layout]
+    assert outcome.races == []
+    assert outcome.frees == []
+    assert outcome.exact
+
+
+@pytest.mark.parametrize("layout", ONE_PRODUCER_AND_BUCKET, ids=str)
+def test_one_producer_and_one_bucket_wait_as_often_as_stock(layout: Layout) -> None:
+    patched, stock = (outcomes(1, which)[layout].counts for which in (True, False))
+    for kind in ("wait_stream", "wait_event", "synchronize"):
+        assert patched.get(kind, 0) == stock.get(kind, 0), kind
+
+
+layouts = st.builds(
+    Layout,
+    stage=st.sampled_from([1, 2]),
+    overlap_comm=st.booleans(),
+    bucket=st.sampled_from([30, 64, 100, 150, 250, 400, 2000]),
+    producers=st.integers(0, 3),
+    schedule=st.sampled_from(["lazy", *range(6)]),
+    widths=st.lists(st.integers(1, 20), min_size=2, max_size=6).map(tuple),
+    offload=st.booleans(),
+    reduce_scatter=st.booleans(),
+    contiguous_gradients=st.booleans(),
+    steps=st.just(2),
+)
+
+
+@settings(max_examples=2, deadline=None, database=None, phases=[Phase.generate])
+@given(st.lists(layouts, min_size=25, max_size=25, unique=True))
+def test_random_layouts_are_exact(drawn: list[Layout]) -> None:
+    for layout, outcome in launch(drawn, 1, patched=True).items():
+        assert outcome.right, (layout, outcome)
