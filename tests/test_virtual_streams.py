@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -401,3 +402,16 @@ def test_recorded_memory_is_never_reused_too_early(uses: list[tuple[int, int]]) 
     assert device.reports == []
     for number, (result, (_, length)) in enumerate(zip(results, uses, strict=True)):
         assert torch.equal(result, torch.full((length,), number + 1.0))
+
+
+def test_the_example_of_the_documentation_prints_what_it_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "virtual-streams.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "example.py", "exec"), {"__name__": "__main__"})
+    comments = [line[2:] for line in code.splitlines() if line.startswith("# ")]
+    assert capsys.readouterr().out.splitlines() == [
+        "[2.0, 2.0, 2.0, 2.0]",
+        *comments,
+    ]
