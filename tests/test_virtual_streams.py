@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,7 +265,10 @@ BUFFERS, LENGTH, STREAMS = 2, 8, 3
 
 @dataclass(frozen=True)
 class Step:
-    """``buffer[start:stop] = buffer[start:stop] * 2 + other[start:stop] + number``."""
+    """``buffer[start:stop] = buffer[start:stop] * 2 + other[start:stop] + 7**number``.
+
+    Exact in fp64, and no two orders of conflicting steps give the same sums.
+    """
 
     stream: int
     target: int
@@ -274,7 +278,7 @@ class Step:
 
     def run(self, buffers: list[torch.Tensor], number: int) -> None:
         target = buffers[self.target][self.start : self.stop]
-        target.copy_(target * 2 + buffers[self.source][self.start : self.stop] + number)
+        target.copy_(target * 2 + buffers[self.source][self.start : self.stop] + 7.0**number)
 
     def conflicts(self, other: Step) -> bool:
         """Whether the two touch the same bytes and one of them writes them."""
@@ -298,7 +302,7 @@ programs = st.lists(steps, min_size=1, max_size=10)
 
 
 def sequential(program: list[Step]) -> list[list[float]]:
-    buffers = [torch.full((LENGTH,), float(i)) for i in range(BUFFERS)]
+    buffers = [torch.full((LENGTH,), float(i), dtype=torch.float64) for i in range(BUFFERS)]
     for number, step in enumerate(program):
         step.run(buffers, number)
     return [buffer.tolist() for buffer in buffers]
@@ -310,7 +314,7 @@ def concurrent(
     """The program on its streams. Each step waits for the events of the earlier steps on other
     streams it conflicts with, except one: ``without`` is (step, earlier step)."""
     with virtual_streams(schedule) as device:
-        buffers = [torch.full((LENGTH,), float(i)) for i in range(BUFFERS)]
+        buffers = [torch.full((LENGTH,), float(i), dtype=torch.float64) for i in range(BUFFERS)]
         streams = [Stream() for _ in range(STREAMS)]
         for side in streams:
             side.wait_stream(current_stream())
@@ -401,3 +405,16 @@ def test_recorded_memory_is_never_reused_too_early(uses: list[tuple[int, int]]) 
     assert device.reports == []
     for number, (result, (_, length)) in enumerate(zip(results, uses, strict=True)):
         assert torch.equal(result, torch.full((length,), number + 1.0))
+
+
+def test_the_example_of_the_documentation_prints_what_it_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "virtual-streams.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "example.py", "exec"), {"__name__": "__main__"})
+    comments = [line[2:] for line in code.splitlines() if line.startswith("# ")]
+    assert capsys.readouterr().out.splitlines() == [
+        "[2.0, 2.0, 2.0, 2.0]",
+        *comments,
+    ]

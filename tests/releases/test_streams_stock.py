@@ -22,6 +22,10 @@ WAITS_FOR_PRODUCERS = Version("0.19.3") <= VERSION
 """With overlap_comm the reduction waits for every stream that wrote the bucket (#8080)."""
 DOUBLE_BUFFER_CORRUPTS = Version("0.17.2") <= VERSION < Version("0.17.5")
 """A reduced bucket goes back to the first buffer, that may still be read (#7371)."""
+WAITS_AT_EVERY_SWAP = Version("0.17.5") <= VERSION < Version("0.18.5")
+"""The producer waits for the reduction after each bucket, and so they never overlap (#7805)."""
+RECORDS_STREAMS = Version("0.19.0") <= VERSION
+"""An oversized gradient that the reduction stream uses is not given back too early (#7965)."""
 
 LAYOUTS = [
     Layout(stage=stage, overlap_comm=overlap, bucket=bucket, producers=producers)
@@ -34,7 +38,7 @@ OTHERS = [
     for stage, overlap, producers in product((1, 2), (True, False), (0, 2))
     for change in ({"reduce_scatter": False}, {"ga_steps": 2}, {"dtype": "bf16"})
 ]
-TWO_RANKS = [layout for layout in LAYOUTS if layout.bucket != 200 and layout.producers != 1]
+TWO_RANKS = [layout for layout in LAYOUTS if layout.bucket in (100, 300) and layout.producers != 1]
 
 
 def single_stream(layout: Layout) -> bool:
@@ -49,6 +53,8 @@ def wrong(layout: Layout) -> bool:
         return False
     if layout.overlap_comm and DOUBLE_BUFFER_CORRUPTS and layout.bucket == 300:
         return True
+    if layout.overlap_comm and layout.oversized and layout.producers == 1:
+        return not (WAITS_AT_EVERY_SWAP or RECORDS_STREAMS)
     return not single_stream(layout) and not (layout.overlap_comm and WAITS_FOR_PRODUCERS)
 
 
@@ -75,7 +81,7 @@ def for_each(selected: list[tuple[Layout, int]]) -> pytest.MarkDecorator:
 def test_stock_is_wrong_and_the_checker_says_where(layout: Layout, world_size: int) -> None:
     outcome = outcomes(world_size)[layout]
     assert outcome.error > 1e-3
-    assert any("stage_1_and_2.py" in race for race in outcome.races)
+    assert any("stage_1_and_2.py" in report for report in outcome.races + outcome.frees)
 
 
 @for_each([case for case in cases if not wrong(case[0]) and not unsettled(case[0])])
@@ -124,7 +130,8 @@ layouts = st.builds(
 )
 
 
-@settings(max_examples=2, deadline=None, database=None, phases=[Phase.generate])
+# One example is many layouts, because importing DeepSpeed takes longer than training them.
+@settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
 @given(st.lists(layouts, min_size=25, max_size=25, unique=True))
 def test_random_layouts_are_exact_or_reported(drawn: list[Layout]) -> None:
     for layout, outcome in launch(drawn, 1, patched=False).items():
