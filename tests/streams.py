@@ -134,6 +134,7 @@ def configuration(layout: Layout) -> dict[str, Any]:
         "reduce_scatter": layout.reduce_scatter,
         "reduce_bucket_size": layout.bucket,
         "allgather_bucket_size": 200,
+        "stage3_param_persistence_threshold": 0,
     }
     if layout.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -152,9 +153,11 @@ def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
     """The model's weights after training. A collective: each rank calls it."""
     import deepspeed
     import torch
+    from deepspeed.utils import safe_get_full_fp32_param
 
     from zerofix.testing import Stream, place_gradients
 
+    full = safe_get_full_fp32_param if layout.stage == 3 else torch.Tensor.detach
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = []
     for inputs, outputs in zip(layout.widths, layout.widths[1:], strict=False):
@@ -181,7 +184,7 @@ def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
             loss = 10 * torch.nn.functional.mse_loss(engine(x).float(), y)
             engine.backward(loss)
             engine.step()
-        weights = [parameter.detach().clone() for parameter in parameters]
+        weights = [full(parameter).clone() for parameter in parameters]
     engine.destroy()
     return weights
 

@@ -1,4 +1,4 @@
-"""ZeRO-1/2 with gradients of several streams trains as on one stream, bit for bit."""
+"""ZeRO with gradients of several streams trains as on one stream, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from streams import Layout, Outcome, launch
 LAYOUTS = [
     Layout(stage, overlap, bucket, 3, offload=offload, reduce_scatter=reduce_scatter)
     for stage, overlap, bucket, offload, reduce_scatter in product(
-        (1, 2), (True, False), (100, 300, 5000), (False, True), (True, False)
+        (1, 2), (True, False), (100, 300), (False, True), (True, False)
     )
 ]
 OTHERS = [
-    Layout(stage, overlap, bucket, producers, **change)
-    for stage, overlap, (bucket, producers), change in product(
-        (1, 2),
+    Layout(2, overlap, bucket, producers, **change)
+    for overlap, (bucket, producers), change in product(
         (True, False),
         ((100, 2), (300, 1)),
-        ({}, {"contiguous_gradients": False}, {"ga_steps": 2}, {"dtype": "bf16"}, {"schedule": 1}),
+        ({}, {"contiguous_gradients": False}, {"ga_steps": 2}, {"dtype": "bf16"}),
+    )
+]
+ZERO_3 = [
+    Layout(3, overlap, bucket, producers, contiguous_gradients=contiguous)
+    for overlap, bucket, producers, contiguous in product(
+        (True, False), (100, 5000), (1, 3), (True, False)
     )
 ]
 ONE_PRODUCER_AND_BUCKET = [
@@ -35,12 +40,15 @@ ONE_PRODUCER_AND_BUCKET = [
 def outcomes(world_size: int, patched: bool) -> dict[Layout, Outcome]:
     layouts = ONE_PRODUCER_AND_BUCKET
     if patched:
-        layouts = [*LAYOUTS, *OTHERS, *layouts]
+        layouts = [*LAYOUTS, *OTHERS, *ZERO_3, *layouts] if world_size == 1 else LAYOUTS
     return launch(layouts, world_size, patched=patched)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("layout", [*LAYOUTS, *OTHERS], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [(layout, 1) for layout in [*LAYOUTS, *OTHERS, *ZERO_3]] + [(layout, 2) for layout in LAYOUTS],
+    ids=str,
+)
 def test_patched_training_is_exact_and_nothing_is_reported(layout: Layout, world_size: int) -> None:
     outcome = outcomes(world_size, True)[layout]
     assert outcome.races == []
@@ -70,7 +78,7 @@ layouts = st.builds(
 )
 
 
-@settings(max_examples=2, deadline=None, database=None, phases=[Phase.generate])
+@settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
 @given(st.lists(layouts, min_size=25, max_size=25, unique=True))
 def test_random_layouts_are_exact(drawn: list[Layout]) -> None:
     for layout, outcome in launch(drawn, 1, patched=True).items():

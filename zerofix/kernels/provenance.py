@@ -152,7 +152,9 @@ def _last_reduction(buffer: Any) -> Reduction | None:
 def _bucket(optimizer: Any, key: Any) -> Bucket:
     buffered = optimizer.contiguous_gradients
     if key is None:
-        buffer = optimizer.ipg_buffer[optimizer.ipg_index] if buffered and optimizer.ipg_buffer else None
+        buffer = (
+            optimizer.ipg_buffer[optimizer.ipg_index] if buffered and optimizer.ipg_buffer else None
+        )
         return Bucket(key, optimizer.elements_in_ipg_bucket, buffer, ())
     bucket = optimizer.ipg_buckets[key]
     buffer = bucket.buffer[bucket.index] if buffered and bucket.buffer else None
@@ -173,9 +175,9 @@ def _buffers(optimizer: Any) -> Iterator[Any]:
 
 
 def _provenance(optimizer: Any) -> Provenance:
-    found = vars(optimizer).get("bucket_provenance")
+    found: Provenance | None = vars(optimizer).get("bucket_provenance")
     if found is None:
-        found = optimizer.bucket_provenance = Provenance()
+        optimizer.bucket_provenance = found = Provenance()
     return found
 
 

@@ -10,8 +10,6 @@ from zerofix.patches import (
     cpu_adam_resume,
     grad_accumulation,
     grad_lifetime,
-    reduction_lifetime,
-    zero3_grad_lifetime,
     zero3_reduce_stream,
 )
 
@@ -24,7 +22,5 @@ CATALOGUE: tuple[Fix, ...] = (
     bucket_index.FIX,
     bucket_overlap.FIX,
     grad_lifetime.FIX,
-    reduction_lifetime.FIX,
     zero3_reduce_stream.FIX,
-    zero3_grad_lifetime.FIX,
 )

@@ -39,6 +39,20 @@ def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
     return average_tensor
 
 
+def _flattening(original: Callable[..., Any]) -> Callable[..., Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    @functools.wraps(original)
+    def allreduce_bucket(self: Any, bucket: Any, *args: Any, **kwargs: Any) -> Any:
+        if not get_accelerator().resolves_data_dependency():
+            # They are read here, and the sum is copied back to them.
+            for tensor in bucket:
+                tensor.record_stream(get_accelerator().current_stream())
+        return original(self, bucket, *args, **kwargs)
+
+    return allreduce_bucket
+
+
 def _handing_over(original: Callable[..., Any]) -> Callable[..., Any]:
     from deepspeed.accelerator import get_accelerator
 
@@ -67,14 +81,16 @@ FIX = Fix(
     ),
     cause=(
         "The allocator hands freed memory to its own stream at once, and is not told of the stream "
-        "that reads the gradient. With optimizer offload 0.19.8 tells it."
+        "that reads the gradient. With overlap_comm most of it is closed in 0.19.0 (#7965), with "
+        "optimizer offload all of it in 0.19.8."
     ),
-    upstream=(),
+    upstream=("#7965",),
     introduced=None,
     fixed=None,
     targets=(
         Target(f"{_OPTIMIZER}.reduce_independent_p_g_buckets_and_remove_grads", Around(_copying)),
         Target(f"{_OPTIMIZER}.average_tensor", Around(_averaging)),
+        Target(f"{_OPTIMIZER}.allreduce_bucket", Around(_flattening)),
         Target(f"{_OPTIMIZER}.independent_gradient_partition_epilogue", Around(_handing_over)),
     ),
 )

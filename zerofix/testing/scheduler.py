@@ -117,7 +117,11 @@ class Queue:
         for waiting in self.streams.values():
             while waiting and waiting[0].done:
                 waiting.popleft()
-            if waiting and all(other.done for other in waiting[0].after):
+            if (
+                waiting
+                and waiting[0].number in self.waiting
+                and all(other.done for other in waiting[0].after)
+            ):
                 heads.append(waiting[0])
         return heads
 
@@ -161,13 +165,15 @@ class Queue:
         return backwards[::-1]
 
     def execute(self, operation: Operation) -> None:
+        # Python may collect garbage while an operation runs, and that may issue others.
+        if self.waiting.pop(operation.number, None) is None:
+            return
         if operation.run is not None:
             try:
                 operation.run()
             except Exception as error:
                 message = f"{operation.name}, issued at {operation.line}: {error}"
                 raise RuntimeError(message) from error
-        del self.waiting[operation.number]
         operation.done = True
         operation.run = None
         operation.after = []
