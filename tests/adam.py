@@ -285,6 +285,7 @@ def binding() -> dict[str, Any]:
 
 def prebuilt() -> list[Any]:
     """How an operation that is installed with DeepSpeed is called, and how subgroups drift."""
+    import torch
     from deepspeed import git_version_info
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
@@ -293,6 +294,7 @@ def prebuilt() -> list[Any]:
     sys.modules["deepspeed.ops.adam.cpu_adam_op"] = load()
     git_version_info.installed_ops["cpu_adam"] = True
     git_version_info.accelerator_name = "cpu"
+    git_version_info.torch_info["version"] = ".".join(torch.__version__.split(".")[:2])
     CPUAdamBuilder._loaded_ops.clear()
     CPUAdamBuilder.jit_load = None
     return [origin("cpu_adam"), whole_steps()]
