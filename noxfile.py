@@ -17,6 +17,11 @@ import nox
 RELEASES = ["0.16.0", "0.16.9", "0.17.2", "0.17.6", "0.18.2", "0.18.9", "0.19.0", "0.19.8"]
 
 
+# Each has a native CPUAdam of its own; 0.18.4 has that of 0.18. The others are tested on resuming
+# alone.
+OWN_CPU_ADAM = ["0.16.0", "0.19.0", "0.19.8"]
+
+
 @nox.session(venv_backend="none")
 @nox.parametrize("deepspeed", RELEASES, ids=RELEASES)
 def release(session: nox.Session, deepspeed: str) -> None:
@@ -28,7 +33,10 @@ def release(session: nox.Session, deepspeed: str) -> None:
         session.run(*command, "--target", str(folder), f"deepspeed=={deepspeed}")
     env = shared_operations(folder)
     session.run(sys.executable, "-m", "zerofix", "verify", env=env)
-    session.run(sys.executable, "-m", "pytest", "tests/releases", *session.posargs, env=env)
+    tests = ["tests/releases"]
+    if deepspeed not in OWN_CPU_ADAM:
+        tests.append("--ignore=tests/releases/test_cpu_adam.py")
+    session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env=env)
 
 
 def shared_operations(folder: Path) -> dict[str, str]:
