@@ -7,6 +7,7 @@ of its own, .deepspeed/RELEASE, that goes first on the module path.
 import hashlib
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import nox
@@ -14,6 +15,11 @@ import nox
 # 0.18.4 is what `make test` runs on. These are the releases at which a body changes that a fix
 # is about, the first and the last that is affected, and the newest.
 RELEASES = ["0.16.0", "0.16.9", "0.17.2", "0.17.6", "0.18.2", "0.18.9", "0.19.0", "0.19.8"]
+
+
+# Each has a native CPUAdam of its own; 0.18.4 has that of 0.18. The others are tested on resuming
+# alone.
+OWN_CPU_ADAM = ["0.16.0", "0.19.0", "0.19.8"]
 
 
 @nox.session(venv_backend="none")
@@ -27,18 +33,21 @@ def release(session: nox.Session, deepspeed: str) -> None:
         session.run(*command, "--target", str(folder), f"deepspeed=={deepspeed}")
     env = shared_operations(folder)
     session.run(sys.executable, "-m", "zerofix", "verify", env=env)
-    session.run(sys.executable, "-m", "pytest", "tests/releases", *session.posargs, env=env)
+    tests = ["tests/releases"]
+    if deepspeed not in OWN_CPU_ADAM:
+        tests.append("--ignore=tests/releases/test_cpu_adam.py")
+    session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env=env)
 
 
 def shared_operations(folder: Path) -> dict[str, str]:
     """The environment in which a release finds CPUAdam compiled by another of the same source.
 
     Compiling takes most of a minute, and is done again when a path or a date is another: such
-    releases are reached by one link, and their sources are of 1970.
+    releases are reached by one link, and their sources are of 1970. One session at a time.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{sys.version} {metadata.version('torch')}".encode())
     sources = folder / "deepspeed" / "ops" / "csrc"
-    for file in sorted([*sources.glob("adam/*"), *sources.glob("includes/*")]):
+    for file in sorted([*sources.glob("*/cpu_adam*"), sources / "includes" / "simd.h"]):
         digest.update(file.read_bytes())
         os.utime(file, (0, 0))
     link = folder.parent / digest.hexdigest()[:16]

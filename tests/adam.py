@@ -7,6 +7,7 @@ longer than most of them. ``ask`` starts it, on stock DeepSpeed or with zerofix.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -111,13 +113,22 @@ def whole_steps() -> float:
     return apart(parameters)
 
 
-def jumps(road: str, betas: bool, rollbacks: bool) -> float:
+def jumps(road: str, betas: bool) -> float:
     """Largest difference of two equal parameters through jumps of the step count.
 
-    Both do the same, in random order: from step 2 to step 5, then now and then on by up to 4
-    steps, back by one, or to other betas.
+    Both do the same, in random order: from step 2 to step 5, then now and then on or back by up
+    to 4 steps, or to other betas.
     """
     optimizer, parameters = equals(2)
+    asked = []
+    native = optimizer.ds_opt_adam.adam_update
+
+    def adam_update(*arguments: Any) -> Any:
+        asked.append(arguments[1])
+        return native(*arguments)
+
+    optimizer.ds_opt_adam = SimpleNamespace(**vars(optimizer.ds_opt_adam))
+    optimizer.ds_opt_adam.adam_update = adam_update
     drawn = random.Random(1)
     (group,) = optimizer.param_groups
     for index, gradient in enumerate(gradients(STEPS)):
@@ -129,12 +140,17 @@ def jumps(road: str, betas: bool, rollbacks: bool) -> float:
             state = optimizer.state[key(parameters, i, road)]
             if act == "jump" and state:
                 state["step"] += distance
-            elif act == "rollback" and rollbacks and state and state["step"] > 1:
-                group["params"] = [parameters[i]]
-                parameters[i].grad = gradient.clone()
-                optimizer.rollback_subgroup(i)
+            elif act == "rollback" and state and state["step"] > distance + 1:
+                if road == "step_subgroup":
+                    group["params"] = [parameters[i]]
+                    parameters[i].grad = gradient.clone()
+                    optimizer.rollback_subgroup(i)
+                state["step"] -= distance
+                continue
             update(optimizer, parameters, i, gradient, road)
         group["params"] = parameters
+    if not any(later < earlier for earlier, later in itertools.pairwise(asked)):
+        raise RuntimeError("no step went backwards")
     return apart(parameters)
 
 
@@ -265,6 +281,23 @@ def binding() -> dict[str, Any]:
         "errors": [[error_of(f, m) for m in (native, bound)] for f in (pickle.dumps, copy.copy)],
         "optimizer": sorted(vars(pickle.loads(pickle.dumps(optimizer)))),
     }
+
+
+def prebuilt() -> list[Any]:
+    """How an operation that is installed with DeepSpeed is called, and how subgroups drift."""
+    import torch
+    from deepspeed import git_version_info
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    from zerofix.ops import origin
+
+    sys.modules["deepspeed.ops.adam.cpu_adam_op"] = load()
+    git_version_info.installed_ops["cpu_adam"] = True
+    git_version_info.accelerator_name = "cpu"
+    git_version_info.torch_info["version"] = ".".join(torch.__version__.split(".")[:2])
+    CPUAdamBuilder._loaded_ops.clear()
+    CPUAdamBuilder.jit_load = None
+    return [origin("cpu_adam"), whole_steps()]
 
 
 def layers(fixes: list[str]) -> int:

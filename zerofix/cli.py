@@ -193,7 +193,8 @@ def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
 
 
 def print_results(console: Console, results: list[Verdict]) -> None:
-    table = Table(title=f"DeepSpeed {results[0].deepspeed}", title_justify="left")
+    version = next((r.deepspeed for r in results if r.deepspeed), "")
+    table = Table(title=f"DeepSpeed {version}", title_justify="left")
     table.add_column("fix", no_wrap=True)
     for heading in ("stock", "zerofix", "tolerance"):
         table.add_column(heading, justify="right")

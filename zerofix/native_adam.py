@@ -15,7 +15,7 @@ def bind_anew(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # Not one that is there already: two fixes ask for it.
-        if type(self.ds_opt_adam) is ModuleType:
+        if type(getattr(self, "ds_opt_adam", None)) is ModuleType:
             self.ds_opt_adam = Binding(self.ds_opt_adam)
 
     return __init__
@@ -43,6 +43,7 @@ def _without_memory(native: ModuleType) -> Callable[..., Any]:
     forget = (0, 0.0, -1.0, -1.0, 0.0, 0.0, False, nothing, nothing, nothing, nothing)
     last = None
 
+    @functools.wraps(native.adam_update)
     def adam_update(
         optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, *rest: Any
     ) -> Any:

@@ -42,9 +42,7 @@ SUBGROUPS: list[Question] = [
 WITHOUT_CORRECTION: list[Question] = [
     ("subgroups", ROADS[-1], *dtype, options) for dtype, options in product(DTYPES, UNCORRECTED)
 ]
-JUMPS: list[Question] = [("jumps", "step", betas, False) for betas in (False, True)]
-if STEPS_SUBGROUPS:
-    JUMPS += [("jumps", "step_subgroup", betas, True) for betas in (False, True)]
+JUMPS: list[Question] = [("jumps", road, b) for road in ROADS[:2] for b in (False, True)]
 TWO_GROUPS: Question = ("two_groups", 300)
 SPLITS: list[Question] = [("split", 2), ("split", 3)]
 LAYERS = ([], ["cpu_adam"], ["cpu_adam_resume"], ["cpu_adam", "cpu_adam_resume"])
@@ -57,6 +55,7 @@ QUESTIONS: list[Question] = [
     *SPLITS,
     ("counted_in_place",),
     ("binding",),
+    ("prebuilt",),
     # Last: they revert all fixes.
     *(("layers", fixes) for fixes in LAYERS),
 ]
@@ -115,6 +114,10 @@ def test_nothing_but_adam_update_of_the_binding_is_new() -> None:
     assert seen["is_module"]
     assert all(stock == patched is not None for stock, patched in seen["errors"])
     assert "ds_opt_adam" not in seen["optimizer"]
+
+
+def test_a_prebuilt_operation_is_bound_as_well() -> None:
+    assert ask(("prebuilt",), stock=False) == ["prebuilt", 0.0]
 
 
 def test_stock_has_the_native_binding() -> None:

@@ -1,13 +1,18 @@
-"""The catalogue of fixes, in the order in which they are listed and applied."""
+"""The catalogue: one module a fix, in the order in which they are applied and reported."""
 
 from zerofix.fix import Fix
 from zerofix.patches import (
+    average_tensor,
+    bucket_index,
+    bucket_overlap,
     copy_grads,
     cpu_adam,
     cpu_adam_resume,
     grad_accumulation,
+    grad_lifetime,
     superoffload,
     superoffload_step,
+    zero3_reduce_stream,
 )
 
 CATALOGUE: tuple[Fix, ...] = (
@@ -15,6 +20,11 @@ CATALOGUE: tuple[Fix, ...] = (
     grad_accumulation.FIX,
     cpu_adam.FIX,
     cpu_adam_resume.FIX,
+    average_tensor.FIX,
+    bucket_index.FIX,
+    bucket_overlap.FIX,
+    grad_lifetime.FIX,
+    zero3_reduce_stream.FIX,
     superoffload.FIX,
     superoffload_step.FIX,
 )

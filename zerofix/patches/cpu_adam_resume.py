@@ -22,4 +22,9 @@ FIX = Fix(
     introduced=None,
     fixed=None,
     targets=(Target("deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam.__init__", Around(bind_anew)),),
+    limits=(
+        "ZenFlow with overlap_step from 0.19.3 on steps in a native worker that does not go "
+        "through DeepSpeedCPUAdam, and code that calls CPUAdamBuilder().load() itself has "
+        "DeepSpeed's binding. To have stock's numbers before 0.19.0, turn off cpu_adam as well."
+    ),
 )

@@ -17,7 +17,12 @@ _SIZE = 1024
 def optimizer_of(count: int) -> tuple[Any, list[torch.nn.Parameter]]:
     """DeepSpeedCPUAdam and its parameters, which are equal."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.op_builder import CPUAdamBuilder
 
+    try:
+        CPUAdamBuilder().load()
+    except Exception as error:
+        sys.exit(f"DeepSpeed cannot compile CPUAdam here; it needs g++ and ninja: {error}")
     start = torch.randn(_SIZE, generator=torch.Generator().manual_seed(0))
     parameters = [torch.nn.Parameter(start.clone()) for _ in range(count)]
     return DeepSpeedCPUAdam(parameters, lr=1e-3), parameters

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofix.repro._training import _join_world_of_one, quiet
+from zerofix.repro._training import join_world_of_one, quiet
 
 _SIZE = 16
 _BATCH = 8
@@ -27,7 +27,7 @@ def error(*, sub_group_size: int, unused: bool) -> float:
         import deepspeed.runtime.superoffload  # noqa: F401
     except ModuleNotFoundError:
         return 0.0
-    _join_world_of_one()
+    join_world_of_one()
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() == "cpu":

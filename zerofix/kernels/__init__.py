@@ -1,0 +1,1 @@
+"""Gradient buckets on a device."""
