@@ -102,7 +102,7 @@ def print_fix(console: Console, fix: FixStatus) -> None:
     console.print(
         f"[bold]{fix.name}[/]  [{colour}]{fix.state.value}[/]  {fix.title}", highlight=False
     )
-    lines = [fix.reason, *fix.targets, *fix.links]
+    lines = [fix.reason, *fix.modes, *fix.targets, *fix.links]
     lines += [f"not reached: {path} overrides it" for path in fix.not_reached]
     for line in lines:
         console.print(f"    {line}", highlight=False, soft_wrap=True, markup=False)
@@ -118,6 +118,7 @@ def explain(fix: Fix) -> None:
         "symptom": fix.symptom,
         "cause": fix.cause,
         "limits": fix.limits or "none known",
+        "here": "\n".join(fix.modes()) if fix.modes else "",
         "releases": f"from {since} on, {until}",
         "upstream": "\n".join(zerofix.status()[fix.name].links),
         "changes": "\n".join(f"{t.path} ({type(t.change).__name__.lower()})" for t in fix.targets),
@@ -129,7 +130,8 @@ def explain(fix: Fix) -> None:
     table.add_column()
     table.add_column(overflow="fold")
     for name, text in rows.items():
-        table.add_row(name, text)
+        if text:
+            table.add_row(name, text)
     console.print(table)
 
 

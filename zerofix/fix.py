@@ -73,3 +73,5 @@ class Fix:
     targets: tuple[Target, ...]
     limits: str = ""
     """What of the defect is left, where something is."""
+    modes: Callable[[], tuple[str, ...]] | None = None
+    """Tells how it works in this process, where that is decided at run time."""

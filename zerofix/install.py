@@ -288,7 +288,7 @@ class Patcher:
         if not self._is_here("deepspeed"):
             return ["deepspeed"]
         modules = {target.module for target in fix.targets}
-        return sorted(m for m in modules if not self._is_here(m) and _is_installed(m))
+        return sorted(m for m in modules if not self._is_here(m) and _may_come(m))
 
     def _status(self) -> Status:
         from zerofix.report import FixStatus, Status
@@ -305,6 +305,7 @@ class Patcher:
                     targets=tuple(target.path for target in fix.targets),
                     upstream=fix.upstream,
                     not_reached=tuple(self._overriding(fix)),
+                    modes=fix.modes() if fix.modes and fix.name in self._applied() else (),
                 )
                 for fix in self._fixes.values()
             ),
@@ -351,13 +352,17 @@ class Patcher:
                 print(text, file=sys.stderr, flush=True)
 
 
-def _is_installed(module: str) -> bool:
-    """Whether there is such a module in a package that is imported."""
+def _may_come(module: str) -> bool:
+    """Whether there is such a module, or a package that may have it. Imports nothing."""
     from importlib.util import find_spec
 
+    package = module.rpartition(".")[0]
+    # To look into a package, find_spec would import it.
+    if package and package not in sys.modules:
+        return _may_come(package)
     try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package above it
+        return module in sys.modules or find_spec(module) is not None
+    except ModuleNotFoundError:  # the package is a module
         return False
 
 

@@ -25,6 +25,8 @@ class FixStatus:
     not_reached: tuple[str, ...]
     """Subclasses that override a target: ``module:Class.function``. The fix does not reach
     them."""
+    modes: tuple[str, ...] = ()
+    """How it works in this process, where that is decided at run time."""
 
     @property
     def links(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zerofix.fix import Fix, Replace, Target
 from zerofix.patches import superoffload_step
 from zerofix.superoffload.methods import SUPEROFFLOAD, TARGETS, plain, start
+from zerofix.superoffload.mode import modes
 
 FIX = Fix(
     name="superoffload",
@@ -36,4 +37,5 @@ FIX = Fix(
         *TARGETS,
     ),
     limits=superoffload_step.FIX.limits,
+    modes=modes,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zerofix.fix import Edit, Fix, Target
 from zerofix.superoffload.methods import SUPEROFFLOAD, TARGETS
+from zerofix.superoffload.mode import modes
 
 FIX = Fix(
     name="superoffload_step",
@@ -44,4 +45,5 @@ return
         "offload. Where that is not there, or the optimizer is not DeepSpeedCPUAdam in fp32, "
         "SuperOffload steps as plain offload does, and a warning of DeepSpeed's logger says so."
     ),
+    modes=modes,
 )

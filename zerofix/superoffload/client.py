@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,14 +30,14 @@ class Client:
         # A process that runs nothing of the user's script: multiprocessing would import it, and
         # without a __main__ guard train once more.
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
             "from zerofix.superoffload.worker import serve; "
             f"serve({theirs.fileno()}, {memory.file})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
-            # What the fixes are has been said in this process.
-            env=os.environ | {"ZEROFIX_LOG": "quiet"},
+            # It runs no training: there is nothing to repair, and nothing to tell.
+            env=os.environ | {"ZEROFIX": "0"},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), memory.file),
         )
@@ -89,7 +90,8 @@ class Client:
 
     def _send(self, message: object) -> None:
         try:
-            self._connection.send(message)
+            # Not as multiprocessing pickles tensors, such as a learning rate, to share them.
+            self._connection.send_bytes(pickle.dumps(message))
         except ConnectionError:
             while True:  # what the worker said before its end, up to what ended it
                 self._receive()
@@ -117,8 +119,10 @@ class _Cores:
         split = int((1 - share) * len(ordered))
         self._ours: Sequence[int] = ordered[:split]
         if self._ours:
-            os.sched_setaffinity(0, self._ours)
-            os.sched_setaffinity(worker, ordered[split:])
+            # A worker that has ended already tells why when it is asked; some systems forbid it.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(worker, ordered[split:])
+                os.sched_setaffinity(0, self._ours)
 
     def restore(self) -> None:
         if not self._ours:

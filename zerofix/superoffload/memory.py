@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -75,19 +73,3 @@ class Memory:
     def close_file(self) -> None:
         """Give the descriptor back; what is mapped stays."""
         os.close(self.file)
-
-
-def needed(sizes: Sequence[int]) -> int:
-    """Bytes of a ``Memory``. Plain offload holds four sevenths of them."""
-    return 4 * _FIELDS * sum(sizes)
-
-
-def available() -> int:
-    """Bytes that this process may still take without swapping, its control group considered."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    group = Path("/sys/fs/cgroup")  # of version 2, as seen in a container
-    with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free

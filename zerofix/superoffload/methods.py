@@ -80,8 +80,10 @@ def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
         if speculation is None:
             return original(self, closure)
         speculation.begin()
-        _zero_3().step(self, closure)
-        speculation.end_step()
+        try:
+            _zero_3().step(self, closure)
+        finally:  # it raises when the loss scale cannot become smaller, among others
+            speculation.end_step()
         return None
 
     return step
@@ -129,7 +131,7 @@ def _closing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the user write to weights, gradients and states between backward and step."""
+    """Let weights, gradients and states be written to between backward and step."""
 
     @functools.wraps(original)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +157,8 @@ TARGETS = (
             "set_fp32_grad_for_param",
             "set_local_grad_for_param",
             "update_fp32_grad_for_param_vectorized",
+            "load_state_dict",
+            "refresh_fp32_params",
         )
     ),
 )

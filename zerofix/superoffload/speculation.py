@@ -6,16 +6,15 @@ import copy
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from zerofix.superoffload.client import Client
-from zerofix.superoffload.memory import Memory, available, needed
+from zerofix.superoffload.memory import Memory
+from zerofix.superoffload.mode import GIB, available, engines, needed
 from zerofix.superoffload.worker import Setup, Task
-
-GIB = 1 << 30
 
 
 class _Begun(NamedTuple):
@@ -54,23 +53,35 @@ class Speculation:
         self._promising = True
         """Whether the last step was not clipped."""
         self._forget()
+        self._pinned = False
+        """Whether the gradients are in page-locked memory: only to it are copies asynchronous."""
+        self.mode = f"as plain offload does: {self.obstacle}"
+        engines.add(self)
         if self.obstacle:
-            logger.warning(f"zerofix: SuperOffload steps as plain offload does: {self.obstacle}")
+            logger.warning(f"zerofix: SuperOffload steps {self.mode}")
             return
         self._memory = Memory(sizes)
         self._client = Client(self._memory, Setup(sizes, optimizer.optimizer.adam_w_mode), cores)
         for i in self._places:
             self._adopt(i)
-        # Copies from the GPU are asynchronous only to page-locked memory.
-        self._pinned = (
-            optimizer.offload_optimizer_pin_memory and get_accelerator().device_name() == "cuda"
-        )
-        if self._pinned:
+        if optimizer.offload_optimizer_pin_memory and get_accelerator().device_name() == "cuda":
             gradients = self._memory.gradients
-            _cuda("cudaHostRegister", gradients.data_ptr(), gradients.numel(), 0)
-        logger.info(
-            "zerofix: SuperOffload steps during the backward, into "
+            try:
+                _cuda("cudaHostRegister", gradients.data_ptr(), gradients.numel(), 0)
+                self._pinned = True
+            except RuntimeError as error:
+                logger.warning(f"zerofix: gradients of SuperOffload are not page-locked: {error}")
+        self.mode = (
+            "during the backward, into "
             f"{needed(sizes) * 3 / 7 / GIB:.2f} GiB of host memory more than plain offload has"
+        )
+        logger.info(f"zerofix: SuperOffload steps {self.mode}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # DeepSpeed's own methods look for their worker here.
+        raise AttributeError(
+            f"SuperOffload's worker has no {name}. An engine made with the fix superoffload or "
+            "superoffload_step does not train without it: apply it again, or make a new engine."
         )
 
     # During the backward
@@ -113,7 +124,7 @@ class Speculation:
                 self._begun[i] = _Begun(task, self._client.submit(task))
 
     def change(self) -> None:
-        """Weights, gradients or optimizer states are written to, by the user."""
+        """Weights, gradients or optimizer states are written to, and not by a step."""
         self._changed.update(self._places)
 
     # In the step
@@ -157,6 +168,7 @@ class Speculation:
 
     def close(self) -> None:
         """End the worker. Weights and states stay readable."""
+        engines.discard(self)
         if self._places:
             self._places = {}
             self._client.close()
@@ -263,8 +275,10 @@ def _obstacle(optimizer: Any, on_cpu: Sequence[int], sizes: Sequence[int]) -> st
         return "optimizer states are swapped to NVMe"
     if not hasattr(os, "memfd_create"):
         return "this system cannot share anonymous memory"
-    # Every rank of this node needs as much, and asks at the same time.
-    wanted = needed(sizes) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Every rank of this node needs as much, and asks at the same time. The names are torchrun's
+    # and DeepSpeed's.
+    ranks = [int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+    wanted = needed(sizes) * max(ranks)
     if wanted > available():
         return f"it needs {wanted / GIB:.1f} GiB of host memory, {available() / GIB:.1f} are free"
     return ""

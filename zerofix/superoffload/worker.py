@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerofix.native_adam import Binding
 from zerofix.superoffload.memory import Memory
 
 
@@ -61,13 +62,14 @@ def serve(connection_file: int, memory_file: int) -> None:
 
 class _Worker:
     def __init__(self, memory: Memory, *, adamw_mode: bool) -> None:
-        # The fixes of CPUAdam hold here as they do in the training process.
-        import zerofix  # noqa: F401, I001
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         self._memory = memory
         nothing = torch.nn.Parameter(torch.empty(0))
         self._optimizer = DeepSpeedCPUAdam([nothing], adamw_mode=adamw_mode)
+        # Steps come in the order of the backward, and some twice: a call must not depend on those
+        # before.
+        self._optimizer.ds_opt_adam = Binding(self._optimizer.ds_opt_adam)
         largest = max(buffers.gradient.numel() for buffers in memory.subgroups)
         self._scaled = torch.empty(largest)
 
