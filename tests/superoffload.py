@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from processes import environment
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 WIDTH = 12
@@ -60,12 +60,13 @@ class Scenario:
     """Learning rate, betas, eps and weight decay change with each step."""
     between: str = ""
     """What is done between backward and step in step 2: ``gradient``, ``weights`` and ``state``
-    are written to, ``lr`` is changed, ``discard`` throws the backward away, ``twice`` runs one
-    more."""
+    are written to, ``refresh`` takes the weights from the model's, ``lr`` is changed, ``discard``
+    throws the backward away, ``twice`` runs one more."""
     resume: str = ""
     """After step 2 a checkpoint is saved, and loaded after step 4. Then ``same`` goes on in the
     same engine, ``fresh`` in a new one, ``from-plain`` with SuperOffload from plain offload's
-    checkpoint, ``to-plain`` the other way."""
+    checkpoint, ``to-plain`` in stock's plain offload. ``to-stock`` ends with loading it into
+    stock's SuperOffload."""
     steps: int = 6
 
     def __str__(self) -> str:
@@ -323,6 +324,8 @@ class Run:
             case "state":
                 value = safe_get_full_optimizer_state(parameter, "exp_avg") * 2
                 safe_set_full_optimizer_state(parameter, value, "exp_avg")
+            case "refresh":
+                self.optimizer.refresh_fp32_params()
             case "lr":
                 self.optimizer.param_groups[0]["lr"] *= 2
             case "twice":
@@ -349,7 +352,9 @@ def train(scenario: Scenario, rank: int, folder: Path) -> Outcome:
             models.append(run.model_weights())
         finally:
             run.destroy()
+            # DeepSpeed collects garbage with each engine, and keeps much of the ones before.
             gc.collect()
+            gc.freeze()
     plain, ours = runs
     errors = [
         max((one - other).abs().max().item() for one, other in zip(*weights, strict=True))
@@ -380,15 +385,35 @@ def resume(run: Run, folder: Path, steps: int) -> None:
     run.train(range(3))
     run.engine.save_checkpoint(str(folder), tag="three")
     run.train(range(3, 5))
-    if kind != "same":
-        run.destroy()
-        if kind == "to-plain":
-            run.super_offload = False
-        run.start()
-    if kind == "from-plain" and run.super_offload:
-        folder = folder.with_name("False")
-    run.engine.load_checkpoint(str(folder), tag="three")
-    run.train(range(3, steps))
+    with stock() if kind.startswith("to-") else contextlib.nullcontext():
+        if kind != "same":
+            run.destroy()
+            run.super_offload = run.super_offload and kind != "to-plain"
+            run.start()
+        if kind == "from-plain" and run.super_offload:
+            folder = folder.with_name("False")
+        run.engine.load_checkpoint(str(folder), tag="three")
+        if kind == "to-stock":
+            run.weights.append(run._weights())
+        else:
+            run.train(range(3, steps))
+
+
+@contextlib.contextmanager
+def stock() -> Iterator[None]:
+    """DeepSpeed without the fixes of SuperOffload."""
+    import zerofix
+
+    ours = {"superoffload", "superoffload_step"}
+    applied = {fix.name for fix in zerofix.status().fixes if fix.state.value == "applied"}
+    zerofix.revert()
+    for name in applied - ours:
+        zerofix.apply(name)
+    try:
+        yield
+    finally:
+        for name in applied & ours:
+            zerofix.apply(name)
 
 
 class Forked:
@@ -416,33 +441,58 @@ class Forked:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+def fork_workers() -> None:
+    """Fork the workers, ours and stock's, instead of starting Python anew."""
+    import torch.multiprocessing
+    from deepspeed.runtime.superoffload import superoffload_utils
+
+    from zerofix.superoffload import client
+
+    client.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
+    forking = torch.multiprocessing.get_context("fork")
+    superoffload_utils.mp = SimpleNamespace(get_context=lambda _: forking)
+    # What `stand_in` puts there looks for the real one, in a process that starts anew.
+    spec = importlib.util.spec_from_file_location("stock", superoffload_utils.__file__)
+    stock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stock)
+
+    def work(*args: Any) -> None:
+        empty = torch.empty
+        torch.empty = lambda *sizes, pin_memory=False, **kwargs: empty(*sizes, **kwargs)
+        stock.superoffload_optimizer_worker(*args)
+
+    superoffload_utils.superoffload_optimizer_worker = work
+
+
 def prepare_accelerator() -> None:
-    """What DeepSpeed needs to run SuperOffload on a CPU."""
+    """What DeepSpeed needs to run SuperOffload on a CPU, in fp16 as well."""
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    class Stream:
-        def synchronize(self) -> None: ...
+    from zerofix.repro._superoffload import stand_in
 
-        def wait_stream(self, stream: Stream) -> None: ...
-
+    stand_in()
     accelerator = get_accelerator()
     assert accelerator.device_name() == "cpu"
-    accelerator.current_stream = lambda *_: Stream()
     # It runs a program of its own, for each bucket.
     count = accelerator.device_count()
     accelerator.device_count = lambda: count
     # DeepSpeed would first compile its own collectives for CPUs. Gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # 0.18.7 to 0.18.9 flatten weights where there is memory for it, and on a CPU that road ends at
-    # the first step ("Output 0 of Split is a view").
-    accelerator.available_memory = lambda *_: 0
+    # Before 0.19.X DeepSpeed waits for the last of several gathers. NCCL's end in turn, gloo's do
+    # not: 1 in 75 trainings on two ranks goes on with half-gathered weights, plain offload's too.
+    gather = deepspeed.comm.all_gather_into_tensor
+
+    def gather_at_once(*args: Any, **kwargs: Any) -> Any:
+        work = gather(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    deepspeed.comm.all_gather_into_tensor = gather_at_once
     accelerator.is_fp16_supported = lambda: True
     accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
-    from deepspeed.runtime.superoffload import superoffload_stage3
-
-    superoffload_stage3._validate_superoffload_accelerator = lambda: None
 
 
 def rank_main(folder: Path) -> None:
@@ -453,14 +503,13 @@ def rank_main(folder: Path) -> None:
     import zerofix  # noqa: F401, I001
     import deepspeed
     import torch
-    from zerofix.superoffload import client
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     # Each engine collects garbage several times: without this over all that is imported.
     gc.freeze()
     prepare_accelerator()
-    client.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
+    fork_workers()
     deepspeed.init_distributed(
         "gloo",
         auto_mpi_discovery=False,
@@ -481,13 +530,6 @@ def rank_main(folder: Path) -> None:
         (folder / "answer.json").write_text(json.dumps(answers))
     torch.distributed.destroy_process_group()
 
-
-if __name__ == "__mp_main__":
-    # In stock's worker, which pins memory, and without CUDA cannot.
-    import torch
-
-    empty = torch.empty
-    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
 
 if __name__ == "__main__":
     rank_main(Path(sys.argv[1]))

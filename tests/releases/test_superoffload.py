@@ -40,16 +40,19 @@ UNUSED = [
 ]
 BETWEEN = [
     Scenario(groups=2, sub_group_size=400, between=between)
-    for between in ("gradient", "weights", "state", "lr", "twice", "discard")
+    for between in ("gradient", "weights", "state", "refresh", "lr", "twice", "discard")
 ]
 RESUMED = [
     Scenario(groups=2, sub_group_size=400, resume=resume)
-    for resume in ("same", "fresh", "from-plain", "to-plain")
+    for resume in ("same", "fresh", "from-plain", "to-plain", "to-stock")
+    # Stock's SuperOffload before is not even made with several groups.
+    if REWRITTEN or resume != "to-stock"
 ]
 OTHER = [
     Scenario(sub_group_size=300, ratio=0.5),
     Scenario(groups=3, sub_group_size=300, ratio=0.5, clipping="sometimes"),
     Scenario(bias_correction=False),
+    Scenario(groups=2, sub_group_size=400, ga_steps=4, unused="sometimes"),
 ]
 SINGLE = [*UNUSED, *BETWEEN, *RESUMED, *OTHER]
 of_world = {1: [*GRID, *SINGLE], 2: [*GRID[::3], *SINGLE[::2]]}
@@ -97,6 +100,22 @@ def test_each_step_is_that_of_plain_offload_to_the_bit(scenario: Scenario, world
     assert found.first == -1
     assert found.model
     assert found.state
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_of_the_backward_count_unless_clipping_changes_them(world_size: int) -> None:
+    for scenario in of_world[world_size]:
+        # A loss scale that grows changes steps as well.
+        if scenario not in GRID or scenario.dtype == "fp16":
+            continue
+        found = outcome(scenario, world_size)
+        share = found.kept / (scenario.steps * found.subgroups)
+        if scenario.clipping in ("off", "never"):
+            assert share == 1.0, scenario
+        elif scenario.clipping == "always":
+            assert share == 0.0, scenario
+        else:
+            assert 0.0 < share < 1.0, scenario
 
 
 @pytest.mark.parametrize("scenario", LEFT_OPEN if REWRITTEN else WRONG, ids=str)
