@@ -480,7 +480,7 @@ def prepare_accelerator() -> None:
     accelerator.device_count = lambda: count
     # DeepSpeed would first compile its own collectives for CPUs. Gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Before 0.19.X DeepSpeed waits for the last of several gathers. NCCL's end in turn, gloo's do
+    # Before 0.19.8 DeepSpeed waits for the last of several gathers. NCCL's end in turn, gloo's do
     # not: 1 in 75 trainings on two ranks goes on with half-gathered weights, plain offload's too.
     gather = deepspeed.comm.all_gather_into_tensor
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(Version("0.18.0") > RELEASE, reason="it has no S
 # A script without a __main__ guard, as users write it. Each engine has one worker: the first a
 # process that starts anew, the others forks, whose end is the same.
 SCRIPT = """
-import functools, json, os, signal, sys, threading, time
+import functools, gc, json, os, signal, sys, threading, time
 import cpuinfo
 # It runs a program of its own, for each optimizer.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
@@ -36,6 +36,8 @@ from superoffload import (
 )
 
 torch.set_num_threads(1)
+# Each engine collects garbage several times: without this over all that is imported.
+gc.freeze()
 prepare_accelerator()
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
 store = torch.distributed.HashStore()
