@@ -43,7 +43,8 @@ return
     limits=(
         "It takes 12 bytes of host memory a parameter of the rank's CPU subgroups more than plain "
         "offload. Where that is not there, or the optimizer is not DeepSpeedCPUAdam in fp32, "
-        "SuperOffload steps as plain offload does, and a warning of DeepSpeed's logger says so."
+        "SuperOffload steps as plain offload does; DeepSpeed's log and zerofix.status() say so. "
+        "An engine made with the fix does not train without it."
     ),
     modes=modes,
 )
