@@ -1,7 +1,7 @@
 """Trains under DeepSpeed with gradients produced on several virtual streams.
 
 The measure of right is the same training on a plain CPU, that has no streams: bit for bit the same
-weights, and nothing reported. As a module it launches itself as a worker, one process a rank.
+weights, and nothing reported.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from processes import environment
+from processes import ask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,32 +94,10 @@ def launch(
 ) -> dict[Layout, Outcome]:
     """Run the layouts in one group of ``world_size`` processes.
 
-    ``patched`` imports zerofix as a user would; otherwise ``ZEROFIX=0`` turns it off. Raises
-    RuntimeError where a rank ends early, ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+    ``patched`` and errors are those of ``processes.ask``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        request = Path(folder, "request.json")
-        request.write_text(json.dumps([asdict(layout) for layout in layouts]))
-        variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-        variables |= {} if patched else {"ZEROFIX": "0"}
-        command = [sys.executable, str(Path(__file__).resolve()), folder]
-        logs = [Path(folder, f"{rank}.log") for rank in range(world_size)]
-        ranks = []
-        for rank, log in enumerate(logs):
-            own = environment(None, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
-            with log.open("w") as sink:
-                ranks.append(
-                    subprocess.Popen(command, env=own, stdout=sink, stderr=subprocess.STDOUT)
-                )
-        try:
-            codes = [process.wait(timeout) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(codes):
-            tails = "\n".join(log.read_text()[-3000:] for log in logs)
-            raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
-        answers = json.loads(Path(folder, "answer.json").read_text())
+    request = [asdict(layout) for layout in layouts]
+    answers = ask(worker, request, world_size, patched=patched, timeout=timeout)
     return {layout: Outcome(**answer) for layout, answer in zip(layouts, answers, strict=True)}
 
 
@@ -265,7 +240,3 @@ def worker(folder: Path) -> None:
             gc.freeze()  # DeepSpeed's engines are never freed whole
         if rank == 0:
             (folder / "answer.json").write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))

@@ -378,6 +378,48 @@ def test_a_needed_wait_that_is_dropped_is_reported_and_gives_wrong_numbers(
     assert result != sequential(program)
 
 
+def test_recorded_memory_waits_for_all_that_the_recorded_stream_waited_for() -> None:
+    """As a gradient that NCCL's stream reduces and the reduction stream, recorded, waits for."""
+    with virtual_streams("in-order") as device:
+        a = torch.ones(4)
+        recorded, other = Stream(), Stream()
+        other.wait_stream(current_stream())
+        with stream(other):
+            a.mul_(2)
+        recorded.wait_stream(other)
+        a.record_stream(recorded)
+        del a
+        torch.ones(4)
+    assert device.reports == []
+
+
+def test_an_object_that_synchronizes_when_collected_does_not_disturb_what_runs() -> None:
+    class Engine:
+        """DeepSpeed's is part of a cycle, too, and synchronizes when it is collected."""
+
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            collected.append(True)
+            device.synchronize()
+
+    @torch.library.custom_op("zerofix_tests::plus_one", mutates_args=())
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            _ = [[] for _ in range(gc.get_threshold()[0])]
+        return x + 1
+
+    collected: list[bool] = []
+    with virtual_streams() as device:
+        a = plus_one(torch.zeros(4))
+        Engine()
+        b = a * 2
+        assert b.tolist() == [2] * 4
+    gc.collect()
+    assert collected
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 300)), min_size=2, max_size=12))
 def test_recorded_memory_is_never_reused_too_early(uses: list[tuple[int, int]]) -> None:

@@ -6,6 +6,8 @@ from functools import cache
 from itertools import product
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from streams import Layout, Outcome, launch
 
 LAYOUTS = [
@@ -59,3 +61,27 @@ def test_one_producer_and_one_bucket_wait_as_often_as_stock(layout: Layout) -> N
     patched, stock = (outcomes(1, which)[layout].counts for which in (True, False))
     for kind in ("wait_stream", "wait_event"):
         assert patched.get(kind, 0) == stock.get(kind, 0), kind
+
+
+layouts = st.builds(
+    Layout,
+    stage=st.sampled_from([1, 2]),
+    overlap_comm=st.booleans(),
+    bucket=st.sampled_from([30, 64, 100, 150, 250, 400, 2000]),
+    producers=st.integers(0, 3),
+    schedule=st.one_of(st.sampled_from(["lazy", "in-order"]), st.integers(0, 2**16)),
+    widths=st.lists(st.integers(1, 20), min_size=2, max_size=6).map(tuple),
+    offload=st.booleans(),
+    reduce_scatter=st.booleans(),
+    contiguous_gradients=st.booleans(),
+    ga_steps=st.integers(1, 2),
+    steps=st.just(2),
+)
+
+
+# One example is many layouts, because importing DeepSpeed takes longer than training them.
+@settings(max_examples=1, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+@given(st.lists(layouts, min_size=25, max_size=25, unique=True))
+def test_random_layouts_are_exact(drawn: list[Layout]) -> None:
+    for layout, outcome in launch(drawn, 1, patched=True).items():
+        assert outcome.right, (layout, outcome)

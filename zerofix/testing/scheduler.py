@@ -166,9 +166,9 @@ class Queue:
         return backwards[::-1]
 
     def execute(self, operation: Operation) -> None:
-        # Finalizers issue operations and wait for them: DeepSpeed's engine does when it is collected.
-        # Between two operations that is as good as any time, and may have run this one. In the
-        # middle of one, those that come after it would run before it is done.
+        # Finalizers issue operations and wait: DeepSpeed's engine synchronizes when it is
+        # collected. Between two operations that may have run this one. In the middle of one,
+        # those that come after it would run before it is done.
         if self.waiting.pop(operation.number, None) is None:
             return
         if operation.run is not None:

@@ -12,6 +12,8 @@ from importlib.metadata import version
 from itertools import product
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from packaging.version import Version
 from streams import Layout, Outcome, launch
 
@@ -28,12 +30,12 @@ RECORDS_STREAMS = Version("0.19.0") <= VERSION
 LAYOUTS = [
     Layout(stage=stage, overlap_comm=overlap, bucket=bucket, producers=producers)
     for stage, overlap, bucket, producers in product(
-        (1, 2), (True, False), (100, 200, 300, 5000), (0, 1, 2, 3)
+        (1, 2), (True, False), (100, 200, 300, 5000), (0, 1, 2)
     )
 ]
 OTHERS = [
-    replace(Layout(), stage=stage, overlap_comm=overlap, producers=producers, **change)
-    for stage, overlap, producers in product((1, 2), (True, False), (0, 2))
+    replace(Layout(), overlap_comm=overlap, producers=producers, **change)
+    for overlap, producers in product((True, False), (0, 2))
     for change in ({"reduce_scatter": False}, {"ga_steps": 2}, {"dtype": "bf16"})
 ]
 TWO_RANKS = [layout for layout in LAYOUTS if layout.bucket == 300 and layout.producers in (0, 2)]
@@ -113,3 +115,27 @@ def test_one_stream_and_one_bucket_order_streams_this_often() -> None:
     one = outcomes(1)[Layout(stage=2, overlap_comm=True, bucket=5000, producers=1)]
     assert one.counts["wait_stream"] > 0
     assert "wait_event" not in one.counts or WAITS_FOR_PRODUCERS
+
+
+layouts = st.builds(
+    Layout,
+    stage=st.sampled_from([1, 2]),
+    overlap_comm=st.booleans(),
+    bucket=st.sampled_from([30, 64, 100, 150, 250, 400, 2000]),
+    producers=st.integers(0, 3),
+    schedule=st.one_of(st.sampled_from(["lazy", "in-order"]), st.integers(0, 2**16)),
+    widths=st.lists(st.integers(1, 20), min_size=2, max_size=6).map(tuple),
+    reduce_scatter=st.booleans(),
+    steps=st.just(2),
+)
+
+
+# One example is many layouts, because importing DeepSpeed takes longer than training them.
+@settings(max_examples=1, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+@given(st.lists(layouts, min_size=25, max_size=25, unique=True))
+def test_random_layouts_are_exact_or_reported(drawn: list[Layout]) -> None:
+    for layout, outcome in launch(drawn, 1, patched=False).items():
+        if not outcome.exact:
+            assert outcome.races or outcome.frees, layout
+        if layout.schedule == "lazy" and outcome.races:
+            assert not outcome.exact, (layout, outcome.races)
