@@ -33,7 +33,7 @@ def release(session: nox.Session, deepspeed: str) -> None:
         session.run(*command, "--target", str(folder), f"deepspeed=={deepspeed}")
     env = shared_operations(folder)
     session.run(sys.executable, "-m", "zerofix", "verify", env=env)
-    tests = ["tests/releases"]
+    tests = ["tests/releases", "-n", "2", "--dist", "loadfile"]
     if deepspeed not in OWN_CPU_ADAM:
         tests.append("--ignore=tests/releases/test_cpu_adam.py")
     session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env=env)
