@@ -1,6 +1,9 @@
 """`zerofix.kernels` without a GPU: by torch, in Triton's interpreter, and compiled."""
 
+import functools
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,7 +12,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import FLOATS, SCALES, case, check, layouts
-from processes import ROOT, answer, python
+from processes import ROOT, answer, environment, python
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -249,6 +252,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(module, "_by_triton", way("triton"))
     monkeypatch.setattr(module, "_by_torch", way("torch"))
     monkeypatch.setattr(module, "_triton_wins", {})
+    monkeypatch.setattr(module, "_triton_fails", False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     return seconds, runs
 
@@ -272,7 +276,9 @@ def test_auto_is_torch_where_the_kernel_does_not_compile(ways):
     seconds, runs = ways
     seconds.update(triton=None, torch=0.0)
     tensors = [torch.ones(100)] * 10
-    assert [module._triton_is_faster(tensors, tensors, None) for _ in range(3)] == [False] * 3
+    with pytest.warns(UserWarning, match="no C compiler") as warned:
+        assert not any(module._triton_is_faster(tensors * n, tensors * n, None) for n in (1, 1, 9))
+    assert len(warned) == 1
     assert runs["triton"] == 1
 
 
@@ -291,3 +297,19 @@ def test_pack_and_the_import_of_zerofix_need_no_triton():
     """
     done = python(program, ZEROFIX_LOG="quiet")
     assert done.stdout == "[0.0, 1.0, 1.0]\n", done.stderr
+
+
+def test_the_benchmark_runs_on_a_cpu_and_says_what_it_needs():
+    """All of the script but the GPU: each way fills the bucket, goals are judged."""
+    script = ROOT / "benchmarks" / "bucket_copy.py"
+    environ = environment(ZEROFIX_LOG="quiet", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    run = functools.partial(
+        subprocess.run, env=environ, capture_output=True, text=True, timeout=120
+    )
+    tried = run([sys.executable, script, "--device", "cpu", "--scale", "0.0002"])
+    assert tried.returncode == 0, tried.stderr
+    assert "goal 0.9" in tried.stdout
+    assert tried.stdout.endswith("nothing is written\n")
+    refused = run([sys.executable, script])
+    assert refused.returncode == 1
+    assert "needs a GPU" in refused.stderr

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import operator
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ _ROUNDS = 3
 """How often each way is timed before ``auto`` decides."""
 _triton_wins: dict[tuple[object, ...], bool] = {}
 """What ``auto`` has found for a kind of list."""
+_triton_fails = False
+"""``auto`` has seen the kernel not compile, or not run."""
 
 # A plain library operator: torch.library.custom_op costs eight times as much a call. To a
 # TorchDispatchMode, as torch.cuda's sanitizer and zerofix.testing are, either is one operation
@@ -173,6 +176,9 @@ def _triton_is_faster(
     sources: list[Tensor], destinations: list[Tensor], scale: float | None
 ) -> bool:
     """Measured once for lists of about this length and size, by copying this one several times."""
+    global _triton_fails
+    if _triton_fails:
+        return False
     size = sum(source.numel() for source in sources)
     kind = (
         destinations[0].device,
@@ -183,7 +189,6 @@ def _triton_is_faster(
         size.bit_length(),
     )
     if kind not in _triton_wins:
-        _triton_wins[kind] = False  # stays so if the kernel does not compile here
 
         def seconds(way: _Copy) -> float:
             torch.cuda.current_stream(destinations[0].device).synchronize()
@@ -194,7 +199,12 @@ def _triton_is_faster(
 
         try:
             seconds(_by_triton)  # compiles
-        except Exception:  # no C compiler, an unknown GPU: torch does the same
+        except Exception as error:  # no C compiler, a GPU that Triton does not know
+            _triton_fails = True
+            warnings.warn(
+                f"zerofix: torch copies gradients, because Triton cannot here: {error!r}",
+                stacklevel=2,
+            )
             return False
         seconds(_by_torch)
         rounds = [(seconds(_by_triton), seconds(_by_torch)) for _ in range(_ROUNDS)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerofix.kernels.pack import pack
@@ -112,7 +113,11 @@ class Pending:
         sources, destinations, gradients = self._sources, self._destinations, self._gradients
         # Whatever happens, nothing is copied twice, and nothing is kept alive.
         self._sources, self._destinations, self._gradients, self._bytes = [], [], [], 0
-        pack(sources, destinations)
+        if len(sources) == 1:  # nothing to gather: a plain copy costs the host least
+            with torch.no_grad():
+                destinations[0].view(sources[0].shape).copy_(sources[0])
+        else:
+            pack(sources, destinations)
         self._copied(self._stream)
         for destination, gradient in zip(destinations, gradients, strict=True):
             if gradient is not None:
