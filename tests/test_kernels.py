@@ -130,16 +130,20 @@ def test_the_kernel_compiles_for_gpus_with_vector_loads_and_stores(
 def test_a_table_has_whole_addresses_and_one_row_a_chunk():
     room = torch.empty(10_003, dtype=torch.bfloat16)
     bucket = torch.empty(20_000, dtype=torch.float32)
-    odd = 1 + room.data_ptr() // 2 % 2
-    sources = [room[:10_000], room[:0], room[odd:][:5]]
-    destinations = [bucket[:10_000], bucket[10_000:10_000], bucket[10_000:10_005]]
+
+    sources = [room[:10_000], room[:0], room[3:][:5], room[:2048], room[1:][:2048]]
+    places = [(0, 10_000), (10_000, 0), (10_000, 5), (10_005, 2048), (12_056, 2048)]
+    destinations = [bucket[place:][:size] for place, size in places]
     start, to = room.data_ptr(), bucket.data_ptr()
     assert start % 16 == to % 16 == 0
     assert pointer_table.table(sources, destinations).tolist() == [
         [start, to, 4096, 4096],
         [start + 2 * 4096, to + 4 * 4096, 4096, 4096],
         [start + 2 * 8192, to + 4 * 8192, 1808, 0],
-        [start + 2 * odd, to + 4 * 10_000, 5, 0],
+        [start + 2 * 3, to + 4 * 10_000, 5, 0],
+        # Vectors need both ends aligned.
+        [start, to + 4 * 10_005, 2048, 0],
+        [start + 2, to + 4 * 12_056, 2048, 0],
     ]
 
 

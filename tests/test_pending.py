@@ -73,6 +73,16 @@ def test_what_may_not_wait_takes_along_what_does():
     assert bucket.tolist() == [1, 1]
 
 
+def test_copies_wait_again_after_the_bound_was_passed():
+    streams = Streams(pending_bound=8)
+    bucket = torch.zeros(4)
+    waiting = []
+    for i in range(4):
+        add(streams, "a", torch.ones(1), bucket[i : i + 1])
+        waiting.append(len(streams.pending))
+    assert waiting == [1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("before", [0, 1], ids=["alone", "with-another"])
 def test_a_failed_copy_is_not_tried_again(before):
     streams = Streams()
@@ -100,7 +110,7 @@ def test_a_source_may_have_any_shape_and_layout_and_belong_to_a_graph(count):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.integers(1, 400),
+    st.integers(1, 100).map(lambda elements: 4 * elements),
     st.lists(
         st.tuples(st.integers(0, 60), st.integers(0, 60), st.sampled_from("aab")), max_size=30
     ),

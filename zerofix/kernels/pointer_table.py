@@ -52,7 +52,7 @@ def kernel(  # type: ignore[no-untyped-def]
     # Not range(): in the interpreter, NumPy 2.4 takes no tensor for a bound.
     start = 0
     while start < in_vectors:
-        at = tl.multiple_of(start, BLOCK) + lane
+        at = start + lane
         value = tl.load(tl.multiple_of(source, 16) + at)
         if SCALED:
             value = value.to(tl.float32) * scale
