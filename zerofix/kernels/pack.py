@@ -20,6 +20,7 @@ _Copy = Callable[[list[Tensor], list[Tensor], float | None], None]
 _Group = tuple[torch.dtype, torch.dtype, bool]
 """Of the sources, of the destinations, and whether the sources are contiguous."""
 _dtype = operator.attrgetter("dtype")
+_TRITON_TYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 _ROUNDS = 3
 """How often each way is timed before ``auto`` decides."""
@@ -159,13 +160,9 @@ def _way(sources: list[Tensor], destinations: list[Tensor], scale: float | None)
                 + " Unset it, or set it to auto."
             )
         return _by_torch
-    from zerofix.kernels import pointer_table
-
     # A captured graph would copy from a table that is gone when it is replayed.
-    if (
-        not pointer_table.copies(sources[0].dtype, destinations[0].dtype)
-        or torch.cuda.is_current_stream_capturing()
-    ):
+    types = {sources[0].dtype, destinations[0].dtype}
+    if not types <= _TRITON_TYPES or torch.cuda.is_current_stream_capturing():
         return _by_torch
     if asked == "triton" or _triton_is_faster(sources, destinations, scale):
         return _by_triton
@@ -179,7 +176,7 @@ def _triton_is_faster(
     global _triton_fails
     if _triton_fails:
         return False
-    size = sum(source.numel() for source in sources)
+    size = sum(map(Tensor.numel, sources))
     kind = (
         destinations[0].device,
         sources[0].dtype,
@@ -199,7 +196,7 @@ def _triton_is_faster(
 
         try:
             seconds(_by_triton)  # compiles
-        except Exception as error:  # no C compiler, a GPU that Triton does not know
+        except Exception as error:  # a broken Triton, no C compiler, an unknown GPU
             _triton_fails = True
             warnings.warn(
                 f"zerofix: torch copies gradients, because Triton cannot here: {error!r}",

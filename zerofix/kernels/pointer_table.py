@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _SMALLEST_CHUNK = 4096
-"""Elements that one program copies, at least: two blocks."""
+"""Elements of a chunk, at least: one program copies a chunk, and this is two of its blocks."""
 _MOST_CHUNKS = 16384
 """About so many programs share a large list. An H200 runs some 2000 at a time; with several turns
 each the last one is short, and the table stays below 1 % of the bytes that are copied."""
@@ -27,11 +27,6 @@ _FLOATS = {
 }
 _BITS = {2: tl.int16, 4: tl.int32}
 """Element size to type, where bits are copied as they are."""
-
-
-def copies(source: torch.dtype, destination: torch.dtype) -> bool:
-    """Whether the kernel knows these types."""
-    return source in _FLOATS and destination in _FLOATS
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -107,7 +102,7 @@ def table(sources: list[Tensor], destinations: list[Tensor]) -> Tensor:
 def launch(sources: list[Tensor], destinations: list[Tensor], scale: float | None) -> None:
     """Copy ``sources[i]`` into ``destinations[i]``, on the current stream.
 
-    All sources are of one dtype and all destinations of one, both among fp32, bf16 and fp16. All
+    All sources are of one dtype and all destinations of one, each fp32, bf16 or fp16. All
     are contiguous and on one device, which is the current one.
     """
     rows = table(sources, destinations)
