@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -31,6 +32,7 @@ def test_status_tells_all_there_is_to_know():
     assert told["deepspeed_path"].endswith("deepspeed")
     assert told["torch"] == metadata.version("torch")
     assert told["accelerator"] == "cpu"
+    assert told["cpu_adam"] in ("jit", "prebuilt")
     assert told["settings"] == {"ZEROFIX_LOG": "quiet"}
     fix = told["fixes"][0]
     assert (fix["name"], fix["state"]) == ("copy_grads", "applied")
@@ -53,6 +55,7 @@ main(["status"])
     assert "copy_grads  conflict" in done.stdout
     assert "was replaced by __main__ (<string>:" in done.stdout
     assert "settings   none set" in done.stdout
+    assert re.search("^CPUAdam    (jit|prebuilt)$", done.stdout, re.MULTILINE)
 
 
 def test_diff_is_a_patch_of_the_installed_files(tmp_path):

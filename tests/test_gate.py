@@ -7,7 +7,7 @@ import pytest
 from packaging.version import Version
 
 from zerofix.gate import State, decide, known_bodies, short
-from zerofix.patches import CATALOGUE, copy_grads, grad_accumulation
+from zerofix.patches import CATALOGUE, copy_grads, cpu_adam, grad_accumulation
 from zerofix.source import ABSENT
 
 RELEASES = json.loads(resources.files("zerofix").joinpath("releases.json").read_text())
@@ -52,6 +52,13 @@ def test_a_version_that_lies_is_said(version):
     decision = judge(copy_grads.FIX, "0.18.4", version)
     assert decision.apply
     assert "should not have the defect, but the installed source has it" in decision.reason
+
+
+def test_a_source_that_does_not_tell_is_repaired_where_the_version_does_not_either():
+    decision = judge(cpu_adam.FIX, "0.18.4", "vendor")
+    assert decision.apply
+    assert "releases with the defect and of others without" in decision.reason
+    assert judge(cpu_adam.FIX, "0.18.4", "0.19.0").state is State.FIXED_UPSTREAM
 
 
 def test_a_vendor_backport_is_fixed_upstream():

@@ -330,3 +330,18 @@ import zerofix
         in (told["reasons"]["copy_grads"])
     )
     assert not told["edited"]
+
+
+def test_only_an_override_that_does_not_call_super_is_not_reached():
+    told = answer(
+        """
+        import zerofix, deepspeed, json
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        class Calls(DeepSpeedCPUAdam):
+            def __init__(self, *arguments): super().__init__(*arguments)
+        class Replaces(DeepSpeedCPUAdam):
+            def __init__(self): pass
+        print(json.dumps(zerofix.status()["cpu_adam_resume"].not_reached))
+        """
+    )
+    assert told == ["__main__:Replaces.__init__"]

@@ -21,6 +21,7 @@ import zerofix
 from zerofix import _patcher as patcher
 from zerofix.fix import Fix
 from zerofix.gate import State
+from zerofix.ops import origin
 from zerofix.patches import CATALOGUE
 from zerofix.report import UNMET, FixStatus
 from zerofix.settings import suggest, toggle
@@ -71,6 +72,7 @@ def status(as_json: bool) -> None:
         "deepspeed_path": str(deepspeed.__path__[0]),
         "torch": torch.__version__,
         "accelerator": deepspeed.accelerator.get_accelerator()._name,
+        "cpu_adam": origin("cpu_adam"),
     }
     if as_json:
         data = report.as_dict() | place
@@ -85,6 +87,7 @@ def status(as_json: bool) -> None:
         )
         console.print(f"torch      {place['torch']}", highlight=False)
         console.print(f"device     {place['accelerator']}", highlight=False)
+        console.print(f"CPUAdam    {place['cpu_adam']}", highlight=False)
         given = ", ".join(f"{k}={v}" for k, v in report.settings.items())
         console.print(
             f"settings   {given + ' (environment)' if given else 'none set'}\n", highlight=False
@@ -190,7 +193,8 @@ def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
 
 
 def print_results(console: Console, results: list[Verdict]) -> None:
-    table = Table(title=f"DeepSpeed {results[0].deepspeed}", title_justify="left")
+    version = next((r.deepspeed for r in results if r.deepspeed), "")
+    table = Table(title=f"DeepSpeed {version}", title_justify="left")
     table.add_column("fix", no_wrap=True)
     for heading in ("stock", "zerofix", "tolerance"):
         table.add_column(heading, justify="right")

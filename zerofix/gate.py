@@ -76,12 +76,13 @@ def decide(fix: Fix, fingerprints: Mapping[str, str], version: str, *, force: bo
     if "wrong" in kinds or ("right" not in kinds and place in ("within", "nowhere")):
         if place == "within":
             return Decision(True, State.APPLIED, f"DeepSpeed {version} has the defect")
-        return Decision(
-            True,
-            State.APPLIED,
-            f"DeepSpeed {version or 'of unknown version'} should not have the defect, but the "
-            "installed source has it",
+        unexpected = f"DeepSpeed {version or 'of unknown version'}"
+        unexpected += (
+            " should not have the defect, but the installed source has it"
+            if "wrong" in kinds
+            else ": its source is that of releases with the defect and of others without"
         )
+        return Decision(True, State.APPLIED, unexpected)
     if place == "before":
         return Decision(
             False, State.NOT_AFFECTED, f"the defect came with DeepSpeed {fix.introduced}"

@@ -329,7 +329,10 @@ class Patcher:
             site = self._sites.get(target.path)
             if site is not None and isinstance(site.owner, type):
                 for subclass in _subclasses(site.owner):
-                    if site.name in vars(subclass):
+                    override = vars(subclass).get(site.name)
+                    code = getattr(override, "__code__", None)
+                    # One that calls super() gets here all the same.
+                    if override is not None and "__class__" not in getattr(code, "co_freevars", ()):
                         yield f"{subclass.__module__}:{subclass.__qualname__}.{site.name}"
 
     @staticmethod

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofix.gate import State
+from zerofix.patches import CATALOGUE
 from zerofix.settings import toggle
 
 RESULT = "zerofix result: "
@@ -47,8 +48,15 @@ def verify(names: Iterable[str]) -> Iterator[Verdict]:
     for name in names:
         with ThreadPoolExecutor(2) as pool:
             stock = pool.submit(_run, name, {"ZEROFIX": "0"})
-            patched = pool.submit(_run, name, {toggle(name): os.environ.get(toggle(name), "1")})
+            wanted = {toggle(name): os.environ.get(toggle(name), "1")}
+            patched = pool.submit(_run, name, _twins_off(name) | wanted)
             yield _judge(name, stock.result(), patched.result())
+
+
+def _twins_off(name: str) -> dict[str, str]:
+    """Toggles of the fixes that change the same functions: they would hide that this one fails."""
+    targets = {fix.name: {target.path for target in fix.targets} for fix in CATALOGUE}
+    return {toggle(other): "0" for other in targets if targets[other] == targets[name]}
 
 
 def _run(name: str, toggles: dict[str, str]) -> dict[str, Any]:
@@ -56,7 +64,7 @@ def _run(name: str, toggles: dict[str, str]) -> dict[str, Any]:
     dropped = ("ZEROFIX", "ZEROFIX_STRICT", *LAUNCHER)
     environ = {k: v for k, v in os.environ.items() if k not in dropped}
     if toggles.get(toggle(name)) == "0":
-        toggles = {toggle(name): "1"}  # to verify a fix is to want it
+        toggles |= {toggle(name): "1"}  # to verify a fix is to want it
     command = [sys.executable, "-m", "zerofix.repro", name]
     try:
         done = subprocess.run(

@@ -85,7 +85,8 @@ def test_reverting_puts_back_the_same_objects_and_applying_brings_the_fixes_agai
         import zerofix
         first = changed()
         for c, k, v in stock:
-            if k in first and vars(c)[k] is not v:
+            # Private functions cannot be pickled by their names, ours or DeepSpeed's.
+            if k in first and vars(c)[k] is not v and not k.startswith("_"):
                 assert pickle.loads(pickle.dumps(getattr(c, k))) is getattr(c, k)
         states = {f.state.value for f in zerofix.revert().fixes}
         reverted = changed()
@@ -102,7 +103,8 @@ def test_reverting_puts_back_the_same_objects_and_applying_brings_the_fixes_agai
         if expected_states()[fix.name] == "applied"
         for target in fix.targets
     }
-    assert set(first) == targets == set(last)
+    for changed in (first, last):
+        assert {re.sub("^_[A-Za-z]\\w*?(?=__)", "", name) for name in changed} == targets
     assert reverted == []
     assert states == ["disabled"]
     assert again == expected_states()

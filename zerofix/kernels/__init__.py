@@ -1,5 +1,4 @@
-"""Copies of gradients into buckets: many at once, by a Triton kernel or by torch.
+"""Gradient buckets on a device: who writes and reads them when, and the copies into them.
 
-``zerofix.kernels.pack`` copies, ``zerofix.kernels.pending`` collects what to copy. Neither needs
-Triton, and ``import zerofix`` imports nothing of this.
+``import zerofix`` imports nothing of this, and only ``pointer_table`` imports Triton.
 """

@@ -1,6 +1,26 @@
-"""The catalogue of fixes, in the order in which they are applied."""
+"""The catalogue of fixes, in the order in which they are listed and applied."""
 
 from zerofix.fix import Fix
-from zerofix.patches import copy_grads, grad_accumulation
+from zerofix.patches import (
+    average_tensor,
+    bucket_index,
+    bucket_overlap,
+    copy_grads,
+    cpu_adam,
+    cpu_adam_resume,
+    grad_accumulation,
+    grad_lifetime,
+    zero3_reduce_stream,
+)
 
-CATALOGUE: tuple[Fix, ...] = (copy_grads.FIX, grad_accumulation.FIX)
+CATALOGUE: tuple[Fix, ...] = (
+    copy_grads.FIX,
+    grad_accumulation.FIX,
+    cpu_adam.FIX,
+    cpu_adam_resume.FIX,
+    average_tensor.FIX,
+    bucket_index.FIX,
+    bucket_overlap.FIX,
+    grad_lifetime.FIX,
+    zero3_reduce_stream.FIX,
+)

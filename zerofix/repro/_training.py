@@ -74,7 +74,7 @@ def _plain_torch(steps: int, backwards: Sequence[int]) -> list[Tensor]:
 def _deepspeed(
     zero_optimization: dict[str, Any], steps: int, backwards: Sequence[int]
 ) -> list[Tensor]:
-    _join_world_of_one()
+    join_world_of_one()
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -103,7 +103,7 @@ def _deepspeed(
     return [parameter.detach().double().cpu() for parameter in model.parameters()]
 
 
-def _join_world_of_one() -> None:
+def join_world_of_one() -> None:
     # DeepSpeed asks for it even where it does not launch the process.
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed

@@ -1,0 +1,271 @@
+"""Trains under DeepSpeed with gradients produced on several virtual streams.
+
+The measure of right is the same training on a plain CPU, that has no streams: bit for bit the same
+weights, and nothing reported. As a module it launches itself as a worker, one process a rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from processes import environment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zerofix.testing import Device
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One training run: a model, a configuration, streams, and the order in which they run."""
+
+    stage: int = 2
+    overlap_comm: bool = True
+    bucket: int = 200
+    """Elements of a bucket."""
+    producers: int = 2
+    """Streams that the parameters' gradients are dealt to in turn; 0: all on the default one."""
+    schedule: str | int = "lazy"
+    widths: tuple[int, ...] = (8, 16, 16, 4)
+    """Of the model's linear layers: weights of 128, 256 and 64 elements, biases of 16, 16, 4."""
+    offload: bool = False
+    reduce_scatter: bool = True
+    contiguous_gradients: bool = True
+    ga_steps: int = 1
+    dtype: str = "fp32"
+    steps: int = 3
+
+    def __str__(self) -> str:
+        words = [f"zero{self.stage}", "overlap" if self.overlap_comm else "no-overlap"]
+        words += [f"bucket{self.bucket}", f"producers{self.producers}", str(self.schedule)]
+        words += ["x".join(map(str, self.widths))] * (self.widths != Layout.widths)
+        words += ["offload"] * self.offload + ["all-reduce"] * (not self.reduce_scatter)
+        words += ["scattered"] * (not self.contiguous_gradients)
+        words += [f"ga{self.ga_steps}"] * (self.ga_steps > 1) + [self.dtype] * (
+            self.dtype != "fp32"
+        )
+        return " ".join(words)
+
+    @property
+    def elements(self) -> list[int]:
+        """Of the parameters, in the order in which backward makes their gradients: nearly."""
+        pairs = zip(self.widths, self.widths[1:], strict=False)
+        return [n for a, b in pairs for n in (a * b, b)][::-1]
+
+    @property
+    def oversized(self) -> bool:
+        return max(self.elements) > self.bucket
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether a bucket is full, and reduced, before backward ends and joins the streams."""
+        return sum(self.elements) > self.bucket and (self.stage == 2 or self.overlap_comm)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a layout. Reports are of all ranks, each once."""
+
+    error: float
+    """Largest absolute difference of a weight to the training without streams; infinity for NaN."""
+    exact: bool
+    """Every weight on every rank has the same bits."""
+    races: list[str] = field(default_factory=list)
+    """Unordered pairs of accesses, as ``zerofix.testing.Race`` prints them."""
+    frees: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Of rank 0: calls that order streams, in all steps and without the engine's construction."""
+
+    @property
+    def right(self) -> bool:
+        return self.exact and not self.races and not self.frees
+
+
+def launch(
+    layouts: Sequence[Layout], world_size: int, *, patched: bool, timeout: float = 240.0
+) -> dict[Layout, Outcome]:
+    """Run the layouts in one group of ``world_size`` processes.
+
+    ``patched`` imports zerofix as a user would; otherwise ``ZEROFIX=0`` turns it off. Raises
+    RuntimeError where a rank ends early, ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        request = Path(folder, "request.json")
+        request.write_text(json.dumps([asdict(layout) for layout in layouts]))
+        variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+        variables |= {} if patched else {"ZEROFIX": "0"}
+        command = [sys.executable, str(Path(__file__).resolve()), folder]
+        logs = [Path(folder, f"{rank}.log") for rank in range(world_size)]
+        ranks = []
+        for rank, log in enumerate(logs):
+            own = environment(None, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
+            with log.open("w") as sink:
+                ranks.append(
+                    subprocess.Popen(command, env=own, stdout=sink, stderr=subprocess.STDOUT)
+                )
+        try:
+            codes = [process.wait(timeout) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(codes):
+            tails = "\n".join(log.read_text()[-3000:] for log in logs)
+            raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
+        answers = json.loads(Path(folder, "answer.json").read_text())
+    return {layout: Outcome(**answer) for layout, answer in zip(layouts, answers, strict=True)}
+
+
+def configuration(layout: Layout) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": layout.stage,
+        "overlap_comm": layout.overlap_comm,
+        "contiguous_gradients": layout.contiguous_gradients,
+        "reduce_scatter": layout.reduce_scatter,
+        "reduce_bucket_size": layout.bucket,
+        "allgather_bucket_size": 200,
+        "stage3_param_persistence_threshold": 0,
+    }
+    if layout.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": layout.ga_steps,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": layout.dtype == "bf16"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
+    """The model's weights after training. A collective: each rank calls it."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from zerofix.testing import Stream, place_gradients
+
+    full = safe_get_full_fp32_param if layout.stage == 3 else torch.Tensor.detach
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for inputs, outputs in zip(layout.widths, layout.widths[1:], strict=False):
+        layers += [torch.nn.Linear(inputs, outputs), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*layers[:-1])
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
+        config=configuration(layout),
+    )
+    parameters = list(model.parameters())
+    placement = {}
+    if device is not None:
+        device.counts.clear()
+        streams = [Stream() for _ in range(layout.producers)]
+        if streams:
+            placement = {p: streams[i % len(streams)] for i, p in enumerate(parameters)}
+    generator = torch.Generator().manual_seed(rank + 1)
+    with place_gradients(placement):
+        for _ in range(layout.steps * layout.ga_steps):
+            x = torch.randn(6, layout.widths[0], generator=generator).to(parameters[0].dtype)
+            y = torch.randn(6, layout.widths[-1], generator=generator)
+            # Large enough that a lost gradient moves the weights by far more than rounding.
+            loss = 10 * torch.nn.functional.mse_loss(engine(x).float(), y)
+            engine.backward(loss)
+            engine.step()
+        weights = [full(parameter).clone() for parameter in parameters]
+    engine.destroy()
+    return weights
+
+
+def compare(layout: Layout, rank: int, world_size: int) -> Outcome:
+    import torch
+    from torch.distributed import all_gather_object
+
+    from zerofix.testing import Race
+    from zerofix.testing.accelerator import deepspeed_streams
+
+    expected = train(layout, rank, None)
+    with deepspeed_streams(layout.schedule) as device:
+        found = train(layout, rank, device)
+        counts = dict(device.counts)
+    pairs = list(zip(found, expected, strict=True))
+    error = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+    races = [str(report) for report in device.reports if isinstance(report, Race)]
+    frees = [str(report) for report in device.reports if not isinstance(report, Race)]
+    exact = all(torch.equal(a, b) for a, b in pairs)
+    if any(a.isnan().any() for a in found):
+        error = float("inf")
+    ranks: list[Any] = [None] * world_size
+    all_gather_object(ranks, (error, exact, races, frees))
+    return Outcome(
+        error=max(other[0] for other in ranks),
+        exact=all(other[1] for other in ranks),
+        races=sorted({race for other in ranks for race in other[2]}),
+        frees=sorted({free for other in ranks for free in other[3]}),
+        counts=counts,
+    )
+
+
+@contextmanager
+def group(folder: Path, rank: int, world_size: int) -> Iterator[None]:
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed would first compile its own collectives for CPUs. Gloo is enough.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Without contiguous_gradients DeepSpeed reduces tensors of the type torch.DEVICE.FloatTensor
+    # and the like. A CPU's have no device in the name, and it would reduce nothing.
+    name = torch.Tensor.type
+
+    def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = name(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cpu.") if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_  # type: ignore[assignment,method-assign]
+    # See training.prepare_accelerator: 0.18.7 to 0.18.9 crash where there is memory.
+    get_accelerator().available_memory = lambda *_: 0
+    deepspeed.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def worker(folder: Path) -> None:
+    import zerofix  # noqa: F401, I001
+    import deepspeed  # noqa: F401
+    import torch
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    # Each engine collects garbage several times: without this over all that is imported.
+    gc.freeze()
+    answers = []
+    with group(folder, rank, world_size):
+        for request in json.loads((folder / "request.json").read_text()):
+            layout = Layout(**request | {"widths": tuple(request["widths"])})
+            answers.append(asdict(compare(layout, rank, world_size)))
+            gc.freeze()  # DeepSpeed's engines are never freed whole
+        if rank == 0:
+            (folder / "answer.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))

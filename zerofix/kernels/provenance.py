@@ -1,0 +1,187 @@
+"""Which stream wrote a gradient bucket of ZeRO-1/2 and which read it, and the events that say when.
+
+A bucket is written by gradient hooks, on whatever stream autograd runs them, and read by the
+reduction. The two functions below go around the two places of DeepSpeed where that happens. They
+close
+
+- read after write: the reduction waits for the last copy of every stream, not only for the stream
+  it is started from (DeepSpeed #8061);
+- write after read: whoever writes a buffer waits for its last reduction.
+
+Waits are on events and not on streams: a reduction does not wait for backward work that came after
+the copies. A stream that DeepSpeed itself has ordered is not made to wait again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Stream = Any
+Event = Any
+"""Those of the accelerator: ``torch.cuda.Stream``, ``torch.cuda.Event``."""
+
+
+@dataclass
+class Reduction:
+    """The last reduction that read a buffer."""
+
+    event: Event
+    ordered: set[Stream]
+    """Streams that run after it anyhow."""
+
+
+@dataclass
+class Provenance:
+    """Who wrote and read the buckets of one optimizer, by the data type they are reduced in."""
+
+    writers: dict[Any, dict[Stream, Event]] = field(default_factory=dict)
+    """Since a bucket's last reduction: the event after the last copy of each stream."""
+    events: dict[tuple[Any, Stream], Event] = field(default_factory=dict)
+    """The same events, kept to be recorded again."""
+
+
+@dataclass
+class Bucket:
+    """A bucket as it is now; the names in DeepSpeed changed with 0.17.2."""
+
+    key: Any
+    elements: int
+    buffer: Any
+    """The one that is being filled; None where gradients are not contiguous."""
+    waited_for: Collection[Stream]
+    """Those that DeepSpeed itself waits for (with ``overlap_comm``, from 0.19.3 on)."""
+
+
+def wait_for_the_last_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around ``reduce_independent_p_g_buckets_and_remove_grads``, which fills the buckets."""
+
+    @functools.wraps(original)
+    def reduce_independent_p_g_buckets_and_remove_grads(self: Any, param: Any, i: int) -> Any:
+        if not _streams_matter(self):
+            return original(self, param, i)
+        accelerator = _accelerator()
+        stream = accelerator.current_stream()
+        key = self.get_param_comm_dtype(param) if hasattr(self, "ipg_buckets") else None
+        bucket = _bucket(self, key)
+        # A bucket that is full is reduced first. Then the other buffer is written, and DeepSpeed
+        # has let this stream wait for all reductions before that one; or the same, by the same
+        # stream.
+        if bucket.elements + param.numel() <= self.reduce_bucket_size:
+            last = _last_reduction(bucket.buffer)
+            if last and stream not in last.ordered:
+                stream.wait_event(last.event)
+                last.ordered.add(stream)
+        result = original(self, param, i)
+        provenance = _provenance(self)
+        event = provenance.events.get((key, stream))
+        if event is None:
+            event = provenance.events[key, stream] = accelerator.Event()
+        event.record(stream)
+        provenance.writers.setdefault(key, {})[stream] = event
+        return result
+
+    return reduce_independent_p_g_buckets_and_remove_grads
+
+
+def wait_for_all_writers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around ``reduce_ipg_grads``, which reduces the buckets and empties them."""
+
+    @functools.wraps(original)
+    def reduce_ipg_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _streams_matter(self):
+            return original(self, *args, **kwargs)
+        accelerator = _accelerator()
+        current = accelerator.current_stream()
+        stream = self.reduction_stream if self.overlap_comm else current
+        writers = _provenance(self).writers
+        full = [bucket for bucket in _buckets(self) if bucket.elements]
+        # At its end, autograd has let the stream that called backward wait for all others.
+        for bucket in full if _in_backward() else ():
+            # What is in no buffer is touched by the current stream first, and DeepSpeed lets the
+            # reduction wait for that.
+            reader = stream if _is_buffered(self, bucket) else current
+            for writer, event in writers.get(bucket.key, {}).items():
+                if writer != current and writer not in bucket.waited_for:
+                    reader.wait_event(event)
+        if self.overlap_comm:
+            # DeepSpeed lets the current stream wait for all reductions so far.
+            for buffer in _buffers(self):
+                if last := _last_reduction(buffer):
+                    last.ordered.add(current)
+        result = original(self, *args, **kwargs)
+        for bucket in full:
+            if not _bucket(self, bucket.key).elements:
+                writers.pop(bucket.key, None)
+                if _is_buffered(self, bucket):
+                    event = accelerator.Event()
+                    event.record(stream)
+                    bucket.buffer.last_reduction = Reduction(event, {stream})
+        return result
+
+    return reduce_ipg_grads
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _streams_matter(optimizer: Any) -> bool:
+    # With offload, DeepSpeed 0.19.8 has events of its own.
+    return not (
+        _accelerator().resolves_data_dependency()
+        or getattr(optimizer, "_offload_gradient_safety_enabled", False)
+    )
+
+
+def _is_buffered(optimizer: Any, bucket: Bucket) -> bool:
+    """Whether the reduction reads the buffer: a gradient larger than it stays where it is."""
+    return bucket.buffer is not None and bucket.elements <= optimizer.reduce_bucket_size
+
+
+def _last_reduction(buffer: Any) -> Reduction | None:
+    # At the buffer itself, which DeepSpeed makes anew for each backward.
+    last: Reduction | None = getattr(buffer, "last_reduction", None)
+    return last
+
+
+def _bucket(optimizer: Any, key: Any) -> Bucket:
+    buffered = optimizer.contiguous_gradients
+    if key is None:
+        buffer = (
+            optimizer.ipg_buffer[optimizer.ipg_index] if buffered and optimizer.ipg_buffer else None
+        )
+        return Bucket(key, optimizer.elements_in_ipg_bucket, buffer, ())
+    bucket = optimizer.ipg_buckets[key]
+    buffer = bucket.buffer[bucket.index] if buffered and bucket.buffer else None
+    return Bucket(key, bucket.elements, buffer, getattr(bucket, "copy_streams", ()))
+
+
+def _buckets(optimizer: Any) -> Iterator[Bucket]:
+    for key in getattr(optimizer, "ipg_buckets", [None]):
+        yield _bucket(optimizer, key)
+
+
+def _buffers(optimizer: Any) -> Iterator[Any]:
+    if hasattr(optimizer, "ipg_buckets"):
+        for bucket in optimizer.ipg_buckets.values():
+            yield from bucket.buffer
+    elif optimizer.contiguous_gradients:
+        yield from optimizer.ipg_buffer or ()
+
+
+def _provenance(optimizer: Any) -> Provenance:
+    found: Provenance | None = vars(optimizer).get("bucket_provenance")
+    if found is None:
+        optimizer.bucket_provenance = found = Provenance()
+    return found
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

@@ -1,0 +1,96 @@
+"""ZeRO-1/2 frees gradients that another stream still reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from zerofix.fix import Around, Fix, Target
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+
+
+def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    @functools.wraps(original)
+    def reduce_independent_p_g_buckets_and_remove_grads(self: Any, param: Any, i: int) -> Any:
+        if param.grad is not None and not get_accelerator().resolves_data_dependency():
+            param.grad.record_stream(get_accelerator().current_stream())
+        return original(self, param, i)
+
+    return reduce_independent_p_g_buckets_and_remove_grads
+
+
+def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    @functools.wraps(original)
+    def average_tensor(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not get_accelerator().resolves_data_dependency():
+            current = get_accelerator().current_stream()
+            tensor.record_stream(self.reduction_stream if self.overlap_comm else current)
+        return original(self, tensor, *args, **kwargs)
+
+    return average_tensor
+
+
+def _flattening(original: Callable[..., Any]) -> Callable[..., Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    @functools.wraps(original)
+    def allreduce_bucket(self: Any, bucket: Any, *args: Any, **kwargs: Any) -> Any:
+        if not get_accelerator().resolves_data_dependency():
+            # They are read here, and the sum is copied back to them.
+            for tensor in bucket:
+                tensor.record_stream(get_accelerator().current_stream())
+        return original(self, bucket, *args, **kwargs)
+
+    return allreduce_bucket
+
+
+def _handing_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    @functools.wraps(original)
+    def independent_gradient_partition_epilogue(self: Any) -> Any:
+        result = original(self)
+        accelerator = get_accelerator()
+        if not accelerator.resolves_data_dependency():
+            # The step reads them on this stream, then frees them.
+            for gradients in self.averaged_gradients.values():
+                for tensor in gradients or ():
+                    if accelerator.on_accelerator(tensor):
+                        tensor.record_stream(accelerator.current_stream())
+        return result
+
+    return independent_gradient_partition_epilogue
+
+
+FIX = Fix(
+    name="grad_lifetime",
+    title="ZeRO-1/2 keeps the memory of a gradient until all streams have read it",
+    symptom=(
+        "ZeRO-1/2 on a GPU, with overlap_comm and a parameter larger than reduce_bucket_size, or "
+        "with gradients of several streams: the memory of a gradient is given away while it is "
+        "reduced, and the training is wrong in silence."
+    ),
+    cause=(
+        "The allocator hands freed memory to its own stream at once, and is not told of the stream "
+        "that reads the gradient. With overlap_comm most of it is closed in 0.19.0 (#7965), with "
+        "optimizer offload all of it in 0.19.8."
+    ),
+    upstream=("#7965",),
+    introduced=None,
+    fixed=None,
+    targets=(
+        Target(f"{_OPTIMIZER}.reduce_independent_p_g_buckets_and_remove_grads", Around(_copying)),
+        Target(f"{_OPTIMIZER}.average_tensor", Around(_averaging)),
+        Target(f"{_OPTIMIZER}.allreduce_bucket", Around(_flattening)),
+        Target(f"{_OPTIMIZER}.independent_gradient_partition_epilogue", Around(_handing_over)),
+    ),
+)
