@@ -135,36 +135,51 @@ def _by_torch(sources: list[Tensor], destinations: list[Tensor], scale: float | 
 def _by_triton(sources: list[Tensor], destinations: list[Tensor], scale: float | None) -> None:
     from zerofix.kernels.pointer_table import launch
 
-    with torch.cuda.device(destinations[0].device):
+    with torch.cuda.device_of(destinations[0]):
         launch(sources, destinations, scale)
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _why_no_triton(device: torch.device) -> str:
+    """Empty where the kernel can run."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cuda":
+        return ""
+    from triton import knobs
+
+    # TRITON_INTERPRET=1 is how it is tested.
+    return "" if knobs.runtime.interpret else f"the tensors are on {device}"
+
+
+def worth_collecting(device: torch.device) -> bool:
+    """Whether ``pack`` may copy many tensors faster there than ``copy_`` does one by one.
+
+    Raises:
+        SettingsError: ``ZEROFIX_BUCKET_COPY=triton`` where Triton cannot run.
+    """
+    asked = bucket_copy()
+    if asked == "torch" or (asked == "auto" and (device.type != "cuda" or _triton_fails)):
+        return False
+    why = _why_no_triton(device)
+    if why and asked == "triton":
+        raise SettingsError(
+            f"ZEROFIX_BUCKET_COPY=triton needs Triton and tensors on a GPU; {why}. "
+            "Unset it, or set it to auto."
+        )
+    return not why
 
 
 def _way(sources: list[Tensor], destinations: list[Tensor], scale: float | None) -> _Copy:
-    asked = bucket_copy()
-    if asked == "torch":
-        return _by_torch
-    if not destinations[0].is_cuda or not _has_triton():
-        if asked == "triton":
-            raise SettingsError(
-                "ZEROFIX_BUCKET_COPY=triton needs Triton and tensors on a GPU; "
-                + (
-                    f"these are on {destinations[0].device}."
-                    if _has_triton()
-                    else "Triton is not installed."
-                )
-                + " Unset it, or set it to auto."
-            )
-        return _by_torch
-    # A captured graph would copy from a table that is gone when it is replayed.
     types = {sources[0].dtype, destinations[0].dtype}
-    if not types <= _TRITON_TYPES or torch.cuda.is_current_stream_capturing():
+    if (
+        not worth_collecting(destinations[0].device)
+        or not types <= _TRITON_TYPES
+        # A captured graph would copy from a table that is gone when it is replayed.
+        or (destinations[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return _by_torch
-    if asked == "triton" or _triton_is_faster(sources, destinations, scale):
+    if bucket_copy() == "triton" or _triton_is_faster(sources, destinations, scale):
         return _by_triton
     return _by_torch
 
@@ -186,16 +201,21 @@ def _triton_is_faster(
         size.bit_length(),
     )
     if kind not in _triton_wins:
+        stream = torch.cuda.current_stream(destinations[0].device)
 
         def seconds(way: _Copy) -> float:
-            torch.cuda.current_stream(destinations[0].device).synchronize()
+            stream.synchronize()
             start = time.perf_counter()
             way(sources, destinations, scale)
-            torch.cuda.current_stream(destinations[0].device).synchronize()
+            stream.synchronize()
             return time.perf_counter() - start
 
         try:
             seconds(_by_triton)  # compiles
+            copied = torch.cat(destinations)
+            seconds(_by_torch)
+            if not torch.allclose(copied, torch.cat(destinations), 0, 0, equal_nan=True):
+                raise RuntimeError("its copies differ from torch's")
         except Exception as error:  # a broken Triton, no C compiler, an unknown GPU
             _triton_fails = True
             warnings.warn(
@@ -203,7 +223,6 @@ def _triton_is_faster(
                 stacklevel=2,
             )
             return False
-        seconds(_by_torch)
         rounds = [(seconds(_by_triton), seconds(_by_torch)) for _ in range(_ROUNDS)]
         triton, by_torch = (min(times) for times in zip(*rounds, strict=True))
         _triton_wins[kind] = triton < by_torch
