@@ -25,7 +25,8 @@ def place_gradients(streams: Mapping[Tensor, Stream]) -> Iterator[None]:
     Enter it when all hooks that should run on the streams are registered, with DeepSpeed after
     ``deepspeed.initialize``.
     """
-    handles = []
+    entering: list[Any] = []
+    leaving: dict[Tensor, Any] = {}
     before: dict[Tensor, Stream] = {}
     callers: list[Stream] = []
 
@@ -34,8 +35,21 @@ def place_gradients(streams: Mapping[Tensor, Stream]) -> Iterator[None]:
         for stream in dict.fromkeys(streams.values()):
             caller.follow(stream.mark())
 
+    def leave_after(parameter: Tensor) -> None:
+        def hook(*_: Any) -> None:
+            active().current = before.pop(parameter)
+
+        # Hooks of a parameter are of two kinds, and those of the node that accumulates its
+        # gradient come last. That node is of this forward, and its hooks run as registered.
+        if parameter in leaving:
+            leaving[parameter].remove()
+        with torch.enable_grad():
+            node: Any = parameter.expand_as(parameter).grad_fn
+        leaving[parameter] = node.next_functions[0][0].register_hook(hook)
+
     def enter(parameter: Tensor, stream: Stream) -> Any:
         def hook(grad: Tensor) -> Tensor:
+            leave_after(parameter)
             device = active()
             if not callers:
                 callers.append(device.current)
@@ -49,15 +63,11 @@ def place_gradients(streams: Mapping[Tensor, Stream]) -> Iterator[None]:
 
         return hook
 
-    def leave(parameter: Tensor) -> None:
-        active().current = before.pop(parameter)
-
     for parameter, stream in streams.items():
         own: Any = parameter  # torch has no types for hooks
-        handles.append(own.register_hook(enter(parameter, stream)))
-        handles.append(own.register_post_accumulate_grad_hook(leave))
+        entering.append(own.register_hook(enter(parameter, stream)))
     try:
         yield
     finally:
-        for handle in handles:
+        for handle in [*entering, *leaving.values()]:
             handle.remove()
