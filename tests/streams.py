@@ -48,8 +48,9 @@ class Layout:
     steps: int = 3
     waiting: int = 0
     """Bytes of gradients that wait to be copied together; 0: DeepSpeed's copies, one by one."""
-    watched: bool = False
-    """A user's hooks look at the gradients in backward, and keep them until after it."""
+    watched: str = ""
+    """Where a user's hooks look at the gradients in backward: of the ``parameter``, or of the
+    ``node`` that accumulates them."""
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", "overlap" if self.overlap_comm else "no-overlap"]
@@ -60,7 +61,7 @@ class Layout:
         words += [f"ga{self.ga_steps}"] * (self.ga_steps > 1) + [self.dtype] * (
             self.dtype != "fp32"
         )
-        words += [f"waiting{self.waiting}"] * (self.waiting > 0) + ["watched"] * self.watched
+        words += [f"waiting{self.waiting}"] * (self.waiting > 0) + [f"watched-{self.watched}"] * bool(self.watched)
         return " ".join(words)
 
     @property
@@ -179,11 +180,18 @@ def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
     seen: list[Tensor] = []
 
     def look(parameter: Tensor) -> None:
-        # A copy, as it is now, and the memory itself, in which the reduced gradient will be.
-        seen.extend((parameter.grad.clone(), parameter.grad.detach()))
+        seen.append(parameter.grad.clone())
+        if layout.watched == "parameter":
+            # The memory itself, to find the reduced gradient there.
+            seen.append(parameter.grad.detach())
 
+    nodes = []
     for parameter in parameters if layout.watched else ():
-        parameter.register_post_accumulate_grad_hook(look)
+        if layout.watched == "parameter":
+            parameter.register_post_accumulate_grad_hook(look)
+        else:
+            nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(lambda *_, parameter=parameter: look(parameter))
     placement = {}
     if device is not None:
         device.counts.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from zerofix.kernels.pack import pack
@@ -47,7 +48,12 @@ class Pending:
         """Make the copies, on the current stream."""
         # Whatever happens, nothing is copied twice, and nothing is kept alive.
         copies, self._copies, self.bytes = self._copies, [], 0
-        pack([source for source, _, _ in copies], [destination for _, destination, _ in copies])
+        if len(copies) == 1:  # nothing to gather: a plain copy costs the host least
+            ((source, destination, _),) = copies
+            with torch.no_grad():
+                destination.copy_(source)
+        else:
+            pack([source for source, _, _ in copies], [destination for _, destination, _ in copies])
         for _, destination, gradient in copies:
             gradient.data = destination.view_as(gradient)
 
