@@ -171,6 +171,33 @@ def test_lazy_work_waits_until_somebody_needs_it_and_a_query_does_not_hang() -> 
         assert a.tolist() == [2, 2, 2]
 
 
+class Synchronizes:
+    """Garbage that waits for the device when it is collected, as DeepSpeed's engine does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        synchronize()
+
+
+def test_garbage_collected_while_an_operation_runs_does_not_run_what_comes_after_it() -> None:
+    library = torch.library.Library("zerofix_tests", "FRAGMENT")
+    library.define("copy(Tensor source, Tensor(a!) destination) -> ()")
+
+    def copy(source: torch.Tensor, destination: torch.Tensor) -> None:
+        Synchronizes()
+        assert len([[] for _ in range(100_000)]) == 100_000  # enough for a collection
+        destination.copy_(source)
+
+    library.impl("copy", copy, "CompositeExplicitAutograd")
+    with virtual_streams():
+        destination = torch.zeros(2)
+        torch.ops.zerofix_tests.copy(torch.ones(2), destination)
+        assert (destination + 1).tolist() == [2.0, 2.0]
+        gc.collect()
+
+
 def test_reading_on_the_host_waits_for_the_current_stream_only() -> None:
     with virtual_streams():
         a = torch.zeros(3)

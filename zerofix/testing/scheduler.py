@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import random
 from collections import deque
@@ -165,15 +166,21 @@ class Queue:
         return backwards[::-1]
 
     def execute(self, operation: Operation) -> None:
-        # Python may collect garbage while an operation runs, and that may issue others.
+        # Python may collect garbage between operations, and that may run some of them; but not
+        # while one runs: what comes after it would run before it is done.
         if self.waiting.pop(operation.number, None) is None:
             return
         if operation.run is not None:
+            collects = gc.isenabled()
+            gc.disable()
             try:
                 operation.run()
             except Exception as error:
                 message = f"{operation.name}, issued at {operation.line}: {error}"
                 raise RuntimeError(message) from error
+            finally:
+                if collects:
+                    gc.enable()
         operation.done = True
         operation.run = None
         operation.after = []
