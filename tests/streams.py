@@ -93,7 +93,7 @@ class Outcome:
     frees: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     """Of rank 0: calls that order streams, in all steps and without the engine's construction;
-    copies that waited, and the launches that made them."""
+    copies that were made together, their launches, and the most bytes that waited for another."""
 
     @property
     def right(self) -> bool:
@@ -223,6 +223,8 @@ def copies_wait(layout: Layout) -> Iterator[Counter[str]]:
 
     def counted(sources: list[Tensor], destinations: list[Tensor]) -> None:
         counts.update(launches=1, copies=len(sources))
+        waited = sum(source.nbytes for source in sources[:-1])
+        counts["bytes"] = max(counts["bytes"], waited)
         pack(sources, destinations)
 
     if layout.waiting:

@@ -39,23 +39,29 @@ ONE_PRODUCER_AND_BUCKET = [
 ]
 # Gradients wait to be copied together. One rank cannot show a reduction that comes too early.
 WAITING = [
-    Layout(stage, overlap, bucket, 2, offload=offload, ga_steps=2, steps=2, waiting=10**6)
-    for (stage, bucket, offload), overlap in product(
-        ((1, 300, False), (1, 5000, True), (2, 300, True), (2, 5000, False), (2, 5000, True)),
+    Layout(stage, overlap, bucket, 2, ga_steps=2, steps=2, waiting=10**6, **change)
+    for (stage, bucket, change), overlap in product(
+        (
+            (1, 300, {}),
+            (1, 5000, {"offload": True}),
+            (2, 300, {"offload": True}),
+            (2, 5000, {}),
+            (2, 5000, {"watched": "parameter"}),
+            (2, 5000, {"watched": "node"}),
+        ),
         (True, False),
     )
 ]
-WAITING_OTHERS = [
-    Layout(2, overlap, 5000, **{"waiting": 10**6} | change)
-    for overlap, change in product(
-        (True, False),
+WAITING_ALONE = [
+    Layout(2, overlap, bucket, **{"waiting": 10**6} | change)
+    for (bucket, change), overlap in product(
         (
-            {"producers": 0},
-            {"producers": 3, "dtype": "bf16"},
-            {"waiting": 70, "reduce_scatter": False},
-            {"watched": "parameter"},
-            {"watched": "node"},
+            (5000, {"producers": 0}),
+            (5000, {"producers": 3, "dtype": "bf16"}),
+            (5000, {"waiting": 70, "reduce_scatter": False}),
+            (300, {"waiting": 70}),
         ),
+        (True, False),
     )
 ]
 
@@ -64,14 +70,14 @@ WAITING_OTHERS = [
 def outcomes(world_size: int, patched: bool) -> dict[Layout, Outcome]:
     layouts = ONE_PRODUCER_AND_BUCKET
     if patched:
-        alone, together = [*LAYOUTS, *OTHERS, *ZERO_3, *WAITING_OTHERS], [*LAYOUTS, *WAITING]
+        alone, together = [*LAYOUTS, *OTHERS, *ZERO_3, *WAITING_ALONE], [*LAYOUTS, *WAITING]
         layouts = [*alone, *layouts] if world_size == 1 else together
     return launch(layouts, world_size, patched=patched)
 
 
 @pytest.mark.parametrize(
     ("layout", "world_size"),
-    [(layout, 1) for layout in [*LAYOUTS, *OTHERS, *ZERO_3, *WAITING_OTHERS]]
+    [(layout, 1) for layout in [*LAYOUTS, *OTHERS, *ZERO_3, *WAITING_ALONE]]
     + [(layout, 2) for layout in [*LAYOUTS, *WAITING]],
     ids=str,
 )
@@ -91,7 +97,7 @@ def test_one_producer_and_one_bucket_wait_as_often_as_stock(layout: Layout) -> N
 
 @pytest.mark.parametrize(
     ("layout", "world_size"),
-    [(layout, 1) for layout in WAITING_OTHERS] + [(layout, 2) for layout in WAITING],
+    [(layout, 1) for layout in WAITING_ALONE] + [(layout, 2) for layout in WAITING],
     ids=str,
 )
 def test_gradients_wait_and_are_copied_together(layout: Layout, world_size: int) -> None:
@@ -102,3 +108,4 @@ def test_gradients_wait_and_are_copied_together(layout: Layout, world_size: int)
         assert copies == 0
     elif layout.bucket == 5000:
         assert copies > launches > 0
+    assert counts.get("bytes", 0) < layout.waiting
