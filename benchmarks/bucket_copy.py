@@ -115,13 +115,20 @@ def copy_each(sources: list[Tensor], destinations: list[Tensor]) -> None:
         destination.copy_(source)
 
 
-def copy_from_hooks(device: Device, sources: list[Tensor], destinations: list[Tensor]) -> None:
+def copy_from_hooks(sources: list[Tensor], destinations: list[Tensor]) -> None:
     os.environ["ZEROFIX_BUCKET_COPY"] = "auto"
-    stream = torch.cuda.current_stream() if device.gpu else None
-    pending = Pending(torch.cuda.stream, lambda _: None)
+    pending = Pending()
     for source, destination in zip(sources, destinations, strict=True):
-        pending.add(stream, source, destination)
-    pending.flush()
+        if source.nbytes >= BOUND:
+            destination.copy_(source)
+            continue
+        # Only the last argument becomes a view of the bucket.
+        pending.add(source, destination, source.detach())
+        pending.give_back()
+        if pending.bytes >= BOUND:
+            pending.launch()
+    if pending:
+        pending.launch()
 
 
 Way = Callable[[list[Tensor], list[Tensor]], None]
@@ -133,7 +140,7 @@ def ways(device: Device) -> dict[str, Way]:
         "_foreach_copy_": lambda sources, slices: torch._foreach_copy_(slices, sources),
         "pack torch": InOneWay("torch"),
         "pack auto": InOneWay("auto"),
-        "pending": partial(copy_from_hooks, device),
+        "pending": copy_from_hooks,
     }
     if device.gpu:
         found["pack triton"] = InOneWay("triton")

@@ -61,7 +61,9 @@ class Layout:
         words += [f"ga{self.ga_steps}"] * (self.ga_steps > 1) + [self.dtype] * (
             self.dtype != "fp32"
         )
-        words += [f"waiting{self.waiting}"] * (self.waiting > 0) + [f"watched-{self.watched}"] * bool(self.watched)
+        words += [f"waiting{self.waiting}"] * (self.waiting > 0) + [
+            f"watched-{self.watched}"
+        ] * bool(self.watched)
         return " ".join(words)
 
     @property

@@ -1,6 +1,7 @@
 """`zerofix.kernels` without a GPU: by torch, in Triton's interpreter, and compiled."""
 
 import functools
+import importlib.util
 import re
 import subprocess
 import sys
@@ -33,60 +34,48 @@ def test_torch_copies_every_layout_to_the_bit(drawn, scale, seed):
     check(drawn_case)
 
 
-# The whole of pack, but the GPU: launch runs on CPU tensors, in Triton's interpreter.
 INTERPRETED = """
 import json
 from hypothesis import given, settings, strategies as st
 from layouts import SCALES, case, check, layouts
-import zerofix.kernels.pack as module
 from zerofix.kernels import pointer_table
+from zerofix.kernels.pack import pack
 
-launches = []
-def launch(*arguments):
+launches, launch = [], pointer_table.launch
+def counted(*arguments):
     launches.append(len(arguments[0]))
-    pointer_table.launch(*arguments)
-module._way = lambda *_: launch
+    launch(*arguments)
+pointer_table.launch = counted
 
 @settings(max_examples=40, deadline=None)
 @given(layouts(), SCALES, st.integers(0, 2**32 - 1))
 def test(drawn, scale, seed):
     drawn_case = case(drawn, scale, seed, subnormals=False)
-    module.pack(drawn_case.sources, drawn_case.destinations, scale)
+    pack(drawn_case.sources, drawn_case.destinations, scale)
     check(drawn_case, ulps=1)
 test()
-print(json.dumps(sum(launches)))
-"""
 
-
-def test_the_kernel_copies_every_layout_in_the_interpreter():
-    """To the bit but for what is rounded: the interpreter truncates where it should round to
-    nearest. Subnormals are left to the GPU: the interpreter casts 1e-39 to 4e-39."""
-    assert answer(INTERPRETED, path=ROOT / "tests", TRITON_INTERPRET="1") > 100
-
-
-FAR = """
-import json, torch
-import zerofix.kernels.pack as module
-from zerofix.kernels import pointer_table
-if {triton}:
-    module._way = lambda *_: pointer_table.launch
-
+import torch
 far = 2**31 // 2 + 5
 room, bucket = (torch.empty(far + 5000, dtype=torch.bfloat16) for _ in range(2))
 sources = [room[far:][:3001], room[far + 3001:][:999]]
 for source in sources:
     source.copy_(torch.randn(len(source)))
 bucket[far - 2:] = 7.5
-module.pack(sources, [bucket[far + 1:][:3001], bucket[far + 3002:][:999]])
+pack(sources, [bucket[far + 1:][:3001], bucket[far + 3002:][:999]])
 expected = torch.full((5002,), 7.5, dtype=torch.bfloat16)
 expected[3:4003] = torch.cat(sources)
-print(json.dumps(torch.equal(bucket[far - 2:], expected)))
+print(json.dumps([sum(launches), torch.equal(bucket[far - 2:], expected)]))
 """
 
 
-@pytest.mark.parametrize("by_triton", [False, True], ids=["torch", "triton"])
-def test_offsets_beyond_two_gibibytes(by_triton):
-    assert answer(FAR.format(triton=by_triton), TRITON_INTERPRET="1")
+def test_the_kernel_copies_every_layout_and_far_offsets_in_the_interpreter():
+    """To the bit but for what is rounded: the interpreter truncates where it should round to
+    nearest. Subnormals are left to the GPU: the interpreter casts 1e-39 to 4e-39."""
+    chosen = {"TRITON_INTERPRET": "1", "ZEROFIX_BUCKET_COPY": "triton"}
+    launches, far = answer(INTERPRETED, path=ROOT / "tests", **chosen)
+    assert launches > 100
+    assert far
 
 
 TARGETS = {
@@ -227,12 +216,15 @@ def test_auto_and_torch_need_no_gpu(monkeypatch):
         assert module._way([torch.ones(2)], [torch.ones(2)], None) is module._by_torch
 
 
-@pytest.mark.parametrize(("there", "why"), [(True, "these are on cpu"), (False, "not installed")])
+@pytest.mark.parametrize(("there", "why"), [(True, "on cpu"), (False, "not installed")])
 def test_triton_where_it_cannot_run_is_an_error_that_says_why(there, why, monkeypatch):
     monkeypatch.setenv("ZEROFIX_BUCKET_COPY", "triton")
-    monkeypatch.setattr(module, "_has_triton", lambda: there)
+    if not there:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    module._why_no_triton.cache_clear()
     with pytest.raises(SettingsError, match=why):
         pack([torch.ones(2)], [torch.ones(2)])
+    module._why_no_triton.cache_clear()
 
 
 @pytest.fixture
@@ -284,6 +276,17 @@ def test_auto_is_torch_where_the_kernel_does_not_compile(ways):
         assert not any(module._triton_is_faster(tensors * n, tensors * n, None) for n in (1, 1, 9))
     assert len(warned) == 1
     assert runs["triton"] == 1
+
+
+def test_auto_is_torch_where_the_kernel_copies_something_else(ways, monkeypatch):
+    seconds, _ = ways
+    seconds.update(triton=0.0, torch=0.0)
+    destination = torch.zeros(3)
+    monkeypatch.setattr(module, "_by_triton", lambda *_: destination.fill_(1))
+    monkeypatch.setattr(module, "_by_torch", lambda *_: destination.fill_(2))
+    with pytest.warns(UserWarning, match="its copies differ"):
+        assert not module._triton_is_faster([destination], [destination], None)
+    assert destination.tolist() == [2.0] * 3
 
 
 def test_pack_and_the_import_of_zerofix_need_no_triton():

@@ -1,14 +1,20 @@
 """`zerofix.kernels` on a GPU: pytest -m gpu."""
 
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import FLOATS, SCALES, case, check, distance, layouts, product
+from packaging.version import Version
+from processes import ROOT, environment
 
 import zerofix.kernels.pack as module
 from zerofix.kernels.pack import pack
-from zerofix.kernels.pending import Pending
 
 pytestmark = pytest.mark.gpu
 SEEDS = st.integers(0, 2**32 - 1)
@@ -128,24 +134,37 @@ def test_a_destination_elsewhere_is_an_error():
         pack([torch.ones(2, device="cuda")], [torch.ones(2)])
 
 
-def test_pending_copies_of_two_streams(way):
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    events = []
+def difference(stage, compiled, **variables):
+    """Of weights trained with late gradients to those of one stream; and what was said."""
+    command = [sys.executable, str(ROOT / "tests" / "gpu_training.py")]
+    command.append(json.dumps({"stage": stage, "compiled": compiled}))
+    variables = {"DS_ACCELERATOR": "cuda", "ZEROFIX_LOG": "quiet"} | variables
+    done = subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
-    def copied(stream):
-        assert torch.cuda.current_stream() == stream
-        events.append(stream.record_event())
 
-    pending = Pending(torch.cuda.stream, copied)
-    bucket, keep = torch.zeros(8, 1000, device="cuda"), []
-    torch.cuda.synchronize()
-    for i in range(8):
-        with torch.cuda.stream(streams[i // 2 % 2]):
-            torch.cuda._sleep(10_000_000)
-            keep.append(torch.full((1000,), i + 1.0, device="cuda"))
-            pending.add(streams[i // 2 % 2], keep[-1], bucket[i])
-    pending.flush()
-    assert len(events) == 4
-    for event in events:
-        event.wait()
-    assert torch.equal(bucket, torch.stack(keep))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("copies", ["torch", "triton", "auto"])
+def test_training_with_late_gradients_is_exact(stage, compiled, copies):
+    assert difference(stage, compiled, ZEROFIX_BUCKET_COPY=copies)[0] == 0
+
+
+@pytest.mark.skipif(
+    Version(version("deepspeed")) >= Version("0.19.3"), reason="#8061 is closed for overlap_comm"
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stock_reduces_before_late_gradients_are_there(stage, compiled):
+    assert difference(stage, compiled, ZEROFIX="0")[0] > 1e-3
+
+
+@pytest.mark.parametrize("copies", ["torch", "triton"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_cuda_sanitizer_finds_nothing(stage, copies):
+    error, said = difference(stage, False, ZEROFIX_BUCKET_COPY=copies, TORCH_CUDA_SANITIZER="1")
+    assert error == 0
+    assert "CSAN detected" not in said

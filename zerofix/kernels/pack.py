@@ -135,7 +135,7 @@ def _by_torch(sources: list[Tensor], destinations: list[Tensor], scale: float | 
 def _by_triton(sources: list[Tensor], destinations: list[Tensor], scale: float | None) -> None:
     from zerofix.kernels.pointer_table import launch
 
-    with torch.cuda.device_of(destinations[0]):
+    with torch.cuda.device_of(destinations[0]):  # type: ignore[no-untyped-call]
         launch(sources, destinations, scale)
 
 
