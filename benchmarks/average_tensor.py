@@ -1,11 +1,11 @@
-"""A training step with average_tensor and its kernels against the same step on stock DeepSpeed.
+"""A training step with average_tensor against the same step on stock DeepSpeed.
 
-    python benchmarks/average_tensor.py [--blocks N] [--try-out]
+    [ZEROFIX_BUCKET_COPY=triton] python benchmarks/average_tensor.py [--blocks N] [--try-out]
 
 One GPU, one process, one engine a configuration: blocks of steps alternate between stock and
 patched (`zerofix.revert`, `zerofix.apply`), and the ratio is the median of those of neighbouring
-blocks. Writes benchmarks/results/average_tensor.json. `--try-out` runs a small model on what there
-is, and writes nothing.
+blocks. Writes benchmarks/results/average_tensor-SETTING.json. `--try-out` runs a small model on
+what there is, and writes nothing.
 """
 
 import argparse
@@ -70,6 +70,8 @@ def main() -> None:
     from deepspeed.accelerator import get_accelerator
     from results import write
 
+    from zerofix.settings import bucket_copy
+
     if not torch.cuda.is_available() and not arguments.try_out:
         sys.exit("average_tensor needs a GPU that torch.cuda knows; --try-out tries it out")
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -114,7 +116,7 @@ def main() -> None:
         return
     gpu = torch.cuda.get_device_name()
     write(
-        "average_tensor",
+        f"average_tensor-{bucket_copy()}",
         {"gpu": gpu, "blocks": arguments.blocks, "steps_per_block": STEPS, "figures": figures},
     )
 

@@ -152,8 +152,8 @@ def _why_no_triton(device: torch.device) -> str:
     return "" if knobs.runtime.interpret else f"the tensors are on {device}"
 
 
-def worth_collecting(device: torch.device) -> bool:
-    """Whether ``pack`` may copy many tensors faster there than ``copy_`` does one by one.
+def triton_may_copy(device: torch.device) -> bool:
+    """Whether the kernel can run there, and ``ZEROFIX_BUCKET_COPY`` allows it.
 
     Raises:
         SettingsError: ``ZEROFIX_BUCKET_COPY=triton`` where Triton cannot run.
@@ -173,7 +173,7 @@ def worth_collecting(device: torch.device) -> bool:
 def _way(sources: list[Tensor], destinations: list[Tensor], scale: float | None) -> _Copy:
     types = {sources[0].dtype, destinations[0].dtype}
     if (
-        not worth_collecting(destinations[0].device)
+        not triton_may_copy(destinations[0].device)
         or not types <= _TRITON_TYPES
         # A captured graph would copy from a table that is gone when it is replayed.
         or (destinations[0].is_cuda and torch.cuda.is_current_stream_capturing())

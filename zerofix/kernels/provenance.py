@@ -11,8 +11,8 @@ close
 Waits are on events and not on streams: a reduction does not wait for backward work that came after
 the copies. A stream that DeepSpeed itself has ordered is not made to wait again.
 
-Where that may be faster, small gradients wait to be copied many at once (``pending``): each stream
-makes its own copies, at the latest before the bucket is reduced.
+Under ``ZEROFIX_BUCKET_COPY=triton`` small gradients wait to be copied many at once (``pending``):
+each stream makes its own copies, at the latest before the bucket is reduced.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofix.kernels.pack import worth_collecting
+from zerofix.kernels.pack import triton_may_copy
 from zerofix.kernels.pending import BOUND, Pending, is_watched
+from zerofix.settings import bucket_copy
 
 Stream = Any
 Event = Any
@@ -178,7 +179,10 @@ def _may_wait(optimizer: Any, param: Tensor, bucket: Bucket) -> bool:
     """Whether the copy of this gradient may wait for others."""
     return (
         bucket.buffer is not None
-        and worth_collecting(bucket.buffer.device)
+        # Not under auto: waiting costs the host more than the copy_ that it saves. No GPU has shown
+        # yet where that is worth it.
+        and bucket_copy() == "triton"
+        and triton_may_copy(bucket.buffer.device)
         and param.nbytes < BOUND
         and not is_watched(param)
         # DeepSpeed goes on adding to this gradient.
