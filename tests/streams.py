@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -42,6 +43,11 @@ class Layout:
     ga_steps: int = 1
     dtype: str = "fp32"
     steps: int = 3
+    waiting: int = 0
+    """Bytes of gradients that wait to be copied together; 0: DeepSpeed's copies, one by one."""
+    watched: str = ""
+    """Where a user's hooks look at the gradients in backward: of the ``parameter``, or of the
+    ``node`` that accumulates them."""
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", "overlap" if self.overlap_comm else "no-overlap"]
@@ -52,6 +58,9 @@ class Layout:
         words += [f"ga{self.ga_steps}"] * (self.ga_steps > 1) + [self.dtype] * (
             self.dtype != "fp32"
         )
+        words += [f"waiting{self.waiting}"] * (self.waiting > 0) + [
+            f"watched-{self.watched}"
+        ] * bool(self.watched)
         return " ".join(words)
 
     @property
@@ -82,7 +91,8 @@ class Outcome:
     """Unordered pairs of accesses, as ``zerofix.testing.Race`` prints them."""
     frees: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    """Of rank 0: calls that order streams, in all steps and without the engine's construction."""
+    """Of rank 0: calls that order streams, in all steps and without the engine's construction;
+    copies that were made together, their launches, and the most bytes that waited for another."""
 
     @property
     def right(self) -> bool:
@@ -125,7 +135,7 @@ def configuration(layout: Layout) -> dict[str, Any]:
 
 
 def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
-    """The model's weights after training. A collective: each rank calls it."""
+    """The model's weights after training, and what hooks saw. A collective: each rank calls it."""
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
@@ -144,6 +154,21 @@ def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
         config=configuration(layout),
     )
     parameters = list(model.parameters())
+    seen: list[Tensor] = []
+
+    def look(parameter: Tensor) -> None:
+        seen.append(parameter.grad.clone())
+        if layout.watched == "parameter":
+            # The memory itself, to find the reduced gradient there.
+            seen.append(parameter.grad.detach())
+
+    nodes = []
+    for parameter in parameters if layout.watched else ():
+        if layout.watched == "parameter":
+            parameter.register_post_accumulate_grad_hook(look)
+        else:
+            nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(lambda *_, parameter=parameter: look(parameter))
     placement = {}
     if device is not None:
         device.counts.clear()
@@ -155,13 +180,38 @@ def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
         for _ in range(layout.steps * layout.ga_steps):
             x = torch.randn(6, layout.widths[0], generator=generator).to(parameters[0].dtype)
             y = torch.randn(6, layout.widths[-1], generator=generator)
+            seen.clear()
             # Large enough that a lost gradient moves the weights by far more than rounding.
             loss = 10 * torch.nn.functional.mse_loss(engine(x).float(), y)
             engine.backward(loss)
             engine.step()
-        weights = [full(parameter).clone() for parameter in parameters]
+        found = [tensor.clone() for tensor in (*map(full, parameters), *seen)]
     engine.destroy()
-    return weights
+    return found
+
+
+@contextmanager
+def copies_wait(layout: Layout) -> Iterator[Counter[str]]:
+    """Make gradients wait where a CPU's would not, and be copied by the kernel, interpreted."""
+    from zerofix.kernels import pending, provenance
+
+    counts: Counter[str] = Counter()
+    pack, bound = pending.pack, provenance.BOUND
+
+    def counted(sources: list[Tensor], destinations: list[Tensor]) -> None:
+        counts.update(launches=1, copies=len(sources))
+        waited = sum(source.nbytes for source in sources[:-1])
+        counts["bytes"] = max(counts["bytes"], waited)
+        pack(sources, destinations)
+
+    if layout.waiting:
+        os.environ["ZEROFIX_BUCKET_COPY"] = "triton"
+        provenance.BOUND, pending.pack = layout.waiting, counted
+    try:
+        yield counts
+    finally:
+        os.environ.pop("ZEROFIX_BUCKET_COPY", None)
+        provenance.BOUND, pending.pack = bound, pack
 
 
 def compare(layout: Layout, rank: int, world_size: int) -> Outcome:
@@ -172,9 +222,9 @@ def compare(layout: Layout, rank: int, world_size: int) -> Outcome:
     from zerofix.testing.accelerator import deepspeed_streams
 
     expected = train(layout, rank, None)
-    with deepspeed_streams(layout.schedule) as device:
+    with deepspeed_streams(layout.schedule) as device, copies_wait(layout) as waited:
         found = train(layout, rank, device)
-        counts = dict(device.counts)
+        counts = {**device.counts, **waited}
     pairs = list(zip(found, expected, strict=True))
     error = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
     races = [str(report) for report in device.reports if isinstance(report, Race)]
@@ -224,6 +274,7 @@ def group(folder: Path, rank: int, world_size: int) -> Iterator[None]:
 
 
 def worker(folder: Path) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
     import zerofix  # noqa: F401, I001
     import deepspeed  # noqa: F401
     import torch

@@ -26,10 +26,12 @@ class Edit:
 
 @dataclass(frozen=True)
 class Around:
-    """Run code before or after the original, which is called unchanged."""
+    """Run code before or after the original, which is called unchanged or with one edit."""
 
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
     """Takes the original, returns a ``functools.wraps`` closure around it."""
+    edit: Edit | None = None
+    """An edit of the original that goes with that code."""
 
 
 @dataclass(frozen=True)

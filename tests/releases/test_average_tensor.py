@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.metadata import version
 from itertools import product
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from streams import Layout, Outcome, launch
+
+# With offload, DeepSpeed orders the copies itself, with events right after them.
+OWN_EVENTS = Version(version("deepspeed")) >= Version("0.19.8")
 
 LAYOUTS = [
     Layout(stage, overlap, bucket, 3, offload=offload, reduce_scatter=reduce_scatter)
@@ -34,19 +39,48 @@ ONE_PRODUCER_AND_BUCKET = [
     Layout(stage, overlap, 5000, producers)
     for stage, overlap, producers in product((1, 2), (True, False), (0, 1))
 ]
+# Gradients wait to be copied together. One rank cannot show a reduction that comes too early.
+WAITING = [
+    Layout(stage, overlap, bucket, 2, ga_steps=2, steps=2, waiting=10**6, **change)
+    for (stage, bucket, change), overlap in product(
+        (
+            (1, 300, {}),
+            (1, 5000, {"offload": True}),
+            (2, 300, {"offload": True}),
+            (2, 5000, {}),
+            (2, 5000, {"watched": "parameter"}),
+            (2, 5000, {"watched": "node"}),
+        ),
+        (True, False),
+    )
+]
+WAITING_ALONE = [
+    Layout(2, overlap, bucket, **{"waiting": 10**6} | change)
+    for (bucket, change), overlap in product(
+        (
+            (5000, {"producers": 0}),
+            (5000, {"producers": 3, "dtype": "bf16"}),
+            (5000, {"waiting": 70, "reduce_scatter": False}),
+            (300, {"waiting": 70}),
+        ),
+        (True, False),
+    )
+]
 
 
 @cache
 def outcomes(world_size: int, patched: bool) -> dict[Layout, Outcome]:
     layouts = ONE_PRODUCER_AND_BUCKET
     if patched:
-        layouts = [*LAYOUTS, *OTHERS, *ZERO_3, *layouts] if world_size == 1 else LAYOUTS
+        alone, together = [*LAYOUTS, *OTHERS, *ZERO_3, *WAITING_ALONE], [*LAYOUTS, *WAITING]
+        layouts = [*alone, *layouts] if world_size == 1 else together
     return launch(layouts, world_size, patched=patched)
 
 
 @pytest.mark.parametrize(
     ("layout", "world_size"),
-    [(layout, 1) for layout in [*LAYOUTS, *OTHERS, *ZERO_3]] + [(layout, 2) for layout in LAYOUTS],
+    [(layout, 1) for layout in [*LAYOUTS, *OTHERS, *ZERO_3, *WAITING_ALONE]]
+    + [(layout, 2) for layout in [*LAYOUTS, *WAITING]],
     ids=str,
 )
 def test_patched_training_is_exact_and_nothing_is_reported(layout: Layout, world_size: int) -> None:
@@ -85,3 +119,19 @@ layouts = st.builds(
 def test_random_layouts_are_exact(drawn: list[Layout]) -> None:
     for layout, outcome in launch(drawn, 1, patched=True).items():
         assert outcome.right, (layout, outcome)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [(layout, 1) for layout in WAITING_ALONE] + [(layout, 2) for layout in WAITING],
+    ids=str,
+)
+def test_gradients_wait_and_are_copied_together(layout: Layout, world_size: int) -> None:
+    """Not those that a user's hook looks at, and not where DeepSpeed has events of its own."""
+    counts = outcomes(world_size, True)[layout].counts
+    copies, launches = counts.get("copies", 0), counts.get("launches", 0)
+    if layout.watched == "parameter" or (layout.offload and OWN_EVENTS):
+        assert copies == 0
+    elif layout.bucket == 5000:
+        assert copies > launches > 0
+    assert counts.get("bytes", 0) < layout.waiting
