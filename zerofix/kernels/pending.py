@@ -8,8 +8,8 @@ from torch import Tensor
 from zerofix.kernels.pack import pack
 
 BOUND = 16 * 2**20
-"""Bytes of gradients that wait at most. A copy of this size keeps an H200 busy for about as long as
-it takes to launch one, so there is little to win beyond it."""
+"""Bytes of gradients at which the copies are made. At 4 TB/s they are read and written in 8 µs,
+about what a launch takes: there is little to win beyond."""
 
 
 class Pending:

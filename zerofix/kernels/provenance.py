@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from zerofix.kernels.pack import triton_may_copy
@@ -90,7 +91,7 @@ def wait_for_the_last_read(original: Callable[..., Any]) -> Callable[..., Any]:
         provenance = _provenance(self)
         if not _streams_matter(self):
             return original(self, param, i)
-        accelerator = _accelerator()
+        accelerator = get_accelerator()
         stream = accelerator.current_stream()
         key = self.get_param_comm_dtype(param) if hasattr(self, "ipg_buckets") else None
         bucket = _bucket(self, key)
@@ -126,7 +127,7 @@ def wait_for_all_writers(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce_ipg_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _streams_matter(self):
             return original(self, *args, **kwargs)
-        accelerator = _accelerator()
+        accelerator = get_accelerator()
         current = accelerator.current_stream()
         stream = self.reduction_stream if self.overlap_comm else current
         writers = _provenance(self).writers
@@ -170,7 +171,7 @@ def _in_backward() -> bool:
 def _streams_matter(optimizer: Any) -> bool:
     # With offload, DeepSpeed 0.19.8 has events of its own.
     return not (
-        _accelerator().resolves_data_dependency()
+        get_accelerator().resolves_data_dependency()
         or getattr(optimizer, "_offload_gradient_safety_enabled", False)
     )
 
@@ -234,9 +235,3 @@ def _provenance(optimizer: Any) -> Provenance:
     if found is None:
         optimizer.bucket_provenance = found = Provenance()
     return found
-
-
-def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()
