@@ -116,7 +116,8 @@ def copy_each(sources: list[Tensor], destinations: list[Tensor]) -> None:
 
 
 def copy_from_hooks(sources: list[Tensor], destinations: list[Tensor]) -> None:
-    os.environ["ZEROFIX_BUCKET_COPY"] = "auto"
+    # What waits under this setting alone, and where the kernel can run.
+    os.environ["ZEROFIX_BUCKET_COPY"] = "triton" if sources[0].is_cuda else "torch"
     pending = Pending()
     for source, destination in zip(sources, destinations, strict=True):
         if source.nbytes >= BOUND:

@@ -73,5 +73,7 @@ class Fix:
     fixed: str | None
     """First release without it; None when no release is."""
     targets: tuple[Target, ...]
+    needs: tuple[str, ...] = ()
+    """Fixes without which this one would do harm. They come before it in the catalogue."""
     limits: str = ""
     """What of the defect is left, where something is."""

@@ -7,10 +7,8 @@ from importlib.metadata import version
 from itertools import product
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from packaging.version import Version
-from streams import Layout, Outcome, launch
+from streams import Layout, Outcome, launch, random_layouts
 
 # With offload, DeepSpeed orders the copies itself, with events right after them.
 OWN_EVENTS = Version(version("deepspeed")) >= Version("0.19.8")
@@ -29,6 +27,11 @@ OTHERS = [
         ({}, {"contiguous_gradients": False}, {"ga_steps": 2}, {"dtype": "bf16"}),
     )
 ]
+if Version(version("deepspeed")) >= Version("0.16.6"):  # before, DeepSpeed itself ends in an error
+    OTHERS += [
+        Layout(1, True, bucket, producers, offload=True, dtype="bf16", accumulates=True)
+        for bucket, producers in product((100, 300), (0, 2))
+    ]
 ZERO_3 = [
     Layout(3, overlap, bucket, producers, contiguous_gradients=contiguous)
     for overlap, bucket, producers, contiguous in product(
@@ -97,27 +100,8 @@ def test_one_producer_and_one_bucket_wait_as_often_as_stock(layout: Layout) -> N
         assert patched.get(kind, 0) == stock.get(kind, 0), kind
 
 
-layouts = st.builds(
-    Layout,
-    stage=st.sampled_from([1, 2]),
-    overlap_comm=st.booleans(),
-    bucket=st.sampled_from([30, 64, 100, 150, 250, 400, 2000]),
-    producers=st.integers(0, 3),
-    schedule=st.one_of(st.sampled_from(["lazy", "in-order"]), st.integers(0, 2**16)),
-    widths=st.lists(st.integers(1, 20), min_size=2, max_size=6).map(tuple),
-    offload=st.booleans(),
-    reduce_scatter=st.booleans(),
-    contiguous_gradients=st.booleans(),
-    ga_steps=st.integers(1, 2),
-    steps=st.just(2),
-)
-
-
-# One example is many layouts, because importing DeepSpeed takes longer than training them.
-@settings(max_examples=1, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
-@given(st.lists(layouts, min_size=25, max_size=25, unique=True))
-def test_random_layouts_are_exact(drawn: list[Layout]) -> None:
-    for layout, outcome in launch(drawn, 1, patched=True).items():
+def test_random_layouts_are_exact() -> None:
+    for layout, outcome in launch(random_layouts(40, seed=1), 1, patched=True).items():
         assert outcome.right, (layout, outcome)
 
 

@@ -12,10 +12,8 @@ from importlib.metadata import version
 from itertools import product
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from packaging.version import Version
-from streams import Layout, Outcome, launch
+from streams import Layout, Outcome, launch, random_layouts
 
 VERSION = Version(version("deepspeed"))
 WAITS_FOR_PRODUCERS = Version("0.19.3") <= VERSION
@@ -117,25 +115,12 @@ def test_one_stream_and_one_bucket_order_streams_this_often() -> None:
     assert "wait_event" not in one.counts or WAITS_FOR_PRODUCERS
 
 
-layouts = st.builds(
-    Layout,
-    stage=st.sampled_from([1, 2]),
-    overlap_comm=st.booleans(),
-    bucket=st.sampled_from([30, 64, 100, 150, 250, 400, 2000]),
-    producers=st.integers(0, 3),
-    schedule=st.one_of(st.sampled_from(["lazy", "in-order"]), st.integers(0, 2**16)),
-    widths=st.lists(st.integers(1, 20), min_size=2, max_size=6).map(tuple),
-    reduce_scatter=st.booleans(),
-    steps=st.just(2),
-)
-
-
-# One example is many layouts, because importing DeepSpeed takes longer than training them.
-@settings(max_examples=1, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
-@given(st.lists(layouts, min_size=25, max_size=25, unique=True))
-def test_random_layouts_are_exact_or_reported(drawn: list[Layout]) -> None:
-    for layout, outcome in launch(drawn, 1, patched=False).items():
+def test_random_layouts_are_exact_or_reported() -> None:
+    wrong = 0
+    for layout, outcome in launch(random_layouts(40, seed=1), 1, patched=False).items():
+        wrong += not outcome.exact
         if not outcome.exact:
             assert outcome.races or outcome.frees, layout
         if layout.schedule == "lazy" and outcome.races:
             assert not outcome.exact, (layout, outcome.races)
+    assert wrong

@@ -33,7 +33,6 @@ _triton_fails = False
 # TorchDispatchMode, as torch.cuda's sanitizer and zerofix.testing are, either is one operation
 # that reads the sources and writes the destinations.
 _library: Any = torch.library.Library("zerofix", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("pack(Tensor[] sources, Tensor(a!)[] destinations, float? scale=None) -> ()")
 
 
 def pack(
@@ -111,8 +110,10 @@ def _check(sources: list[Tensor], destinations: list[Tensor]) -> None:
         raise ValueError(f"destination {i} {what}")
 
 
-_library.impl("pack", _pack, "CompositeExplicitAutograd")
-_library.impl("pack", lambda *_: None, "Meta")  # also for tensors that torch.compile traces with
+if not hasattr(torch.ops.zerofix, "pack"):  # else this module is imported a second time
+    _library.define("pack(Tensor[] sources, Tensor(a!)[] destinations, float? scale=None) -> ()")
+    _library.impl("pack", _pack, "CompositeExplicitAutograd")
+    _library.impl("pack", lambda *_: None, "Meta")  # also for tensors torch.compile traces with
 
 
 def _by_torch(sources: list[Tensor], destinations: list[Tensor], scale: float | None) -> None:

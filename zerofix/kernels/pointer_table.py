@@ -14,8 +14,8 @@ from torch import Tensor
 _SMALLEST_CHUNK = 4096
 """Elements of a chunk, at least: one program copies a chunk, and this is two of its blocks."""
 _MOST_CHUNKS = 16384
-"""About so many programs share a large list. An H200 runs some 2000 at a time; with several turns
-each the last one is short, and the table stays below 1 % of the bytes that are copied."""
+"""About so many programs share a large list: several turns for each place on a large GPU, and a
+table of half a megabyte."""
 _BLOCK = 2048
 _VECTOR = 16
 """Bytes of the widest load and store."""

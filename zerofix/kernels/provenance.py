@@ -18,6 +18,7 @@ each stream makes its own copies, at the latest before the bucket is reduced.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,10 +60,14 @@ class Provenance:
     """Who wrote and read the buckets of one optimizer, by the data type they are reduced in."""
 
     all: dict[tuple[Any, Stream], Writer] = field(default_factory=dict)
-    writers: dict[Any, dict[Stream, Writer]] = field(default_factory=dict)
+    writers: dict[Any, dict[Stream, Writer]] = field(default_factory=lambda: defaultdict(dict))
     """Those of a bucket since its last reduction."""
     pending: Pending | None = None
     """Where the copy that DeepSpeed makes next is to wait, if it is."""
+    # Not under auto: waiting costs the host more than the copy_ that it saves. No GPU has shown
+    # yet where that is worth it.
+    waits: bool = field(default_factory=lambda: bucket_copy() == "triton")
+    """Whether copies may wait at all."""
 
     def copy_into(self, destination: Tensor, gradient: Tensor) -> Callable[[Tensor], Any]:
         """What DeepSpeed calls, instead of ``destination.copy_``, with the flattened gradient."""
@@ -89,7 +94,7 @@ def wait_for_the_last_read(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reduce_independent_p_g_buckets_and_remove_grads(self: Any, param: Any, i: int) -> Any:
         provenance = _provenance(self)
-        if not _streams_matter(self):
+        if not streams_matter(self):
             return original(self, param, i)
         accelerator = get_accelerator()
         stream = accelerator.current_stream()
@@ -114,7 +119,7 @@ def wait_for_the_last_read(original: Callable[..., Any]) -> Callable[..., Any]:
                 pending.launch()
         if not writer.pending:
             writer.event.record(stream)
-        provenance.writers.setdefault(key, {})[stream] = writer
+        provenance.writers[key][stream] = writer
         return result
 
     return reduce_independent_p_g_buckets_and_remove_grads
@@ -125,7 +130,7 @@ def wait_for_all_writers(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduce_ipg_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _streams_matter(self):
+        if not streams_matter(self):
             return original(self, *args, **kwargs)
         accelerator = get_accelerator()
         current = accelerator.current_stream()
@@ -168,7 +173,8 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _streams_matter(optimizer: Any) -> bool:
+def streams_matter(optimizer: Any) -> bool:
+    """Whether the device has streams, and DeepSpeed leaves their order to zerofix."""
     # With offload, DeepSpeed 0.19.8 has events of its own.
     return not (
         get_accelerator().resolves_data_dependency()
@@ -179,10 +185,8 @@ def _streams_matter(optimizer: Any) -> bool:
 def _may_wait(optimizer: Any, param: Tensor, bucket: Bucket) -> bool:
     """Whether the copy of this gradient may wait for others."""
     return (
-        bucket.buffer is not None
-        # Not under auto: waiting costs the host more than the copy_ that it saves. No GPU has shown
-        # yet where that is worth it.
-        and bucket_copy() == "triton"
+        optimizer.bucket_provenance.waits
+        and bucket.buffer is not None
         and triton_may_copy(bucket.buffer.device)
         and param.nbytes < BOUND
         and not is_watched(param)
@@ -214,7 +218,10 @@ def _bucket(optimizer: Any, key: Any) -> Bucket:
         return Bucket(key, optimizer.elements_in_ipg_bucket, buffer, ())
     bucket = optimizer.ipg_buckets[key]
     buffer = bucket.buffer[bucket.index] if buffered and bucket.buffer else None
-    return Bucket(key, bucket.elements, buffer, getattr(bucket, "copy_streams", ()))
+    # ZenFlow has an average_tensor of its own, that waits for none of them.
+    zenflow = getattr(optimizer, "zenflow", False)
+    waited_for = () if zenflow else getattr(bucket, "copy_streams", ())
+    return Bucket(key, bucket.elements, buffer, waited_for)
 
 
 def _buckets(optimizer: Any) -> Iterator[Bucket]:

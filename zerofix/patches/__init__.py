@@ -19,8 +19,8 @@ CATALOGUE: tuple[Fix, ...] = (
     cpu_adam.FIX,
     cpu_adam_resume.FIX,
     average_tensor.FIX,
+    grad_lifetime.FIX,
     bucket_index.FIX,
     bucket_overlap.FIX,
-    grad_lifetime.FIX,
     zero3_reduce_stream.FIX,
 )
