@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,17 +60,14 @@ class Pending:
             gradient.data = destination.view_as(gradient)
 
 
-def is_watched(parameter: Tensor) -> bool:
+def is_watched(parameter: Tensor, own: int = 1) -> bool:
     """Whether a hook that was registered for the gradient of a parameter may look at it later.
 
-    True when the parameter has more than one post-accumulate-grad hook: DeepSpeed's is one of
-    them. Which runs first does not matter, because a reader may also keep what it has seen, to read
-    the reduced gradient there. Hooks of ``register_hook`` run before the gradient is accumulated
-    and do not count. Hooks on the AccumulateGrad node, on other tensors and on modules cannot be
-    found, and ``Pending`` is right without knowing them: see there.
+    True when the parameter has more post-accumulate-grad hooks than DeepSpeed's ``own``. Which runs
+    first does not matter, because a reader may also keep what it has seen, to read the reduced
+    gradient there. Hooks of ``register_hook`` run before the gradient is accumulated and do not
+    count. Hooks on the AccumulateGrad node, on other tensors and on modules cannot be found, and
+    ``Pending`` is right without knowing them: see there.
     """
-    try:
-        hooks = parameter._post_accumulate_grad_hooks
-    except AttributeError:  # another torch: what cannot be seen may be there
-        return True
-    return hooks is not None and len(hooks) > 1
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return hooks is not None and len(hooks) > own

@@ -189,7 +189,8 @@ def _may_wait(optimizer: Any, param: Tensor, bucket: Bucket) -> bool:
         and bucket.buffer is not None
         and triton_may_copy(bucket.buffer.device)
         and param.nbytes < BOUND
-        and not is_watched(param)
+        # Up to 0.16.5 its own hook is on the node.
+        and not is_watched(param, own=0 if hasattr(optimizer, "grad_accs") else 1)
         # DeepSpeed goes on adding to this gradient.
         and getattr(param, "ds_grad_is_ready", True)
         # It turns the gradients' dimensions around.
