@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/zerofix verify
 
 test: $(INSTALLED)
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check

@@ -13,8 +13,18 @@ from pathlib import Path
 import nox
 
 # 0.18.4 is what `make test` runs on. These are the releases at which a body changes that a fix
-# is about, the first and the last that is affected, and the newest.
-RELEASES = ["0.16.0", "0.16.9", "0.17.2", "0.17.6", "0.18.2", "0.18.9", "0.19.0", "0.19.8"]
+# is about, those around them, and the newest.
+RELEASES = [
+    "0.16.0",
+    "0.16.9",
+    "0.17.2",
+    "0.17.6",
+    "0.18.2",
+    "0.18.9",
+    "0.19.0",
+    "0.19.3",
+    "0.19.8",
+]
 
 
 # Each has a native CPUAdam of its own; 0.18.4 has that of 0.18. The others are tested on resuming
@@ -33,7 +43,7 @@ def release(session: nox.Session, deepspeed: str) -> None:
         session.run(*command, "--target", str(folder), f"deepspeed=={deepspeed}")
     env = shared_operations(folder)
     session.run(sys.executable, "-m", "zerofix", "verify", env=env)
-    tests = ["tests/releases"]
+    tests = ["tests/releases", "-n", "2", "--dist", "loadfile"]
     if deepspeed not in OWN_CPU_ADAM:
         tests.append("--ignore=tests/releases/test_cpu_adam.py")
     session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env=env)

@@ -24,6 +24,7 @@ def write(name: str, measured: dict[str, Any]) -> None:
         **versions,
         **measured,
     }
-    text = json.dumps(result, indent=1)
+    # JSON has no infinity, and reads this as one.
+    text = json.dumps(result, indent=1).replace(": Infinity", ": 1e999")
     (FOLDER / f"{name}.json").write_text(text + "\n")
     print(text)

@@ -1,7 +1,6 @@
 """Steps DeepSpeedCPUAdam and tells how far apart things are that should have the same bits.
 
-As a module it is a worker, which answers many questions in one process: importing DeepSpeed takes
-longer than most of them. ``ask`` starts it, on stock DeepSpeed or with zerofix.
+One process answers many questions, because importing DeepSpeed takes longer than most of them.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import processes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,27 +47,14 @@ def answer(question: Question, questions: Sequence[Question], *, stock: bool) ->
 def _answers(batch: str, stock: bool) -> list[Any]:
     try:
         return ask(json.loads(batch), stock=stock)
-    except (AssertionError, subprocess.TimeoutExpired) as error:
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
         # Once is enough: every test would wait for the same end.
         return [str(error)] * len(json.loads(batch))
 
 
 def ask(questions: Sequence[Question], *, stock: bool) -> list[Any]:
     """Call functions of this module, named with their arguments, in one worker process."""
-    from processes import environment
-
-    toggles = {"ZEROFIX": "0"} if stock else {"ZEROFIX_STRICT": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "questions.json").write_text(json.dumps(questions))
-        done = subprocess.run(
-            [sys.executable, __file__, folder],
-            env=environment(**toggles, OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        answers: list[Any] = json.loads(Path(folder, "answers.json").read_text())
+    answers: list[Any] = processes.ask(worker, questions, 1, patched=not stock, timeout=600)
     return answers
 
 
@@ -78,10 +65,12 @@ def worker(folder: Path) -> None:
     # Every optimizer asks for it, a second each time.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     import deepspeed  # noqa: F401
+    import torch
 
-    questions = json.loads((folder / "questions.json").read_text())
+    torch.set_num_threads(1)
+    questions = json.loads((folder / "request.json").read_text())
     answers = [globals()[name](*arguments) for name, *arguments in questions]
-    (folder / "answers.json").write_text(json.dumps(answers))
+    (folder / "answer.json").write_text(json.dumps(answers))
 
 
 # One optimizer
@@ -534,7 +523,3 @@ def apart(tensors: Sequence[Tensor]) -> float:
     if largest != largest:
         return float("inf")
     return largest if largest or same else float("inf")
-
-
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))

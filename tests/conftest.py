@@ -15,16 +15,16 @@ class Train(Protocol):
     def __call__(self, scenario: Scenario, world_size: int, *, patched: bool) -> Outcome: ...
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def train(request: pytest.FixtureRequest) -> Train:
-    """The outcome of a scenario, from one group of processes for all that this session needs.
+    """The outcome of a scenario, from one group of processes for all that this module needs.
 
     Those are the scenarios in the parameters of the selected tests.
     """
     wanted: dict[int, set[Scenario]] = {}
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if "scenario" in parameters:
+        if item.path == request.path and "scenario" in parameters:
             wanted.setdefault(parameters["world_size"], set()).add(parameters["scenario"])
 
     @cache

@@ -1,7 +1,7 @@
 """Trains under DeepSpeed with gradients produced on several virtual streams.
 
-The measure of right is the same training on a plain CPU, that has no streams: bit for bit the same
-weights, and nothing reported. As a module it launches itself as a worker, one process a rank.
+The measure of right is the same training without ``overlap_comm`` on a plain CPU, that has no
+streams: bit for bit the same weights, and nothing reported.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
-import tempfile
+import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from processes import environment
+from processes import ask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +43,14 @@ class Layout:
     contiguous_gradients: bool = True
     ga_steps: int = 1
     dtype: str = "fp32"
+    accumulates: bool = False
+    """Gradients in fp32, where the model is of bf16: they have a tensor of their own."""
     steps: int = 3
+    waiting: int = 0
+    """Bytes of gradients that wait to be copied together; 0: DeepSpeed's copies, one by one."""
+    watched: str = ""
+    """Where a user's hooks look at the gradients in backward: of the ``parameter``, or of the
+    ``node`` that accumulates them."""
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", "overlap" if self.overlap_comm else "no-overlap"]
@@ -55,6 +61,10 @@ class Layout:
         words += [f"ga{self.ga_steps}"] * (self.ga_steps > 1) + [self.dtype] * (
             self.dtype != "fp32"
         )
+        words += ["accumulates"] * self.accumulates
+        words += [f"waiting{self.waiting}"] * (self.waiting > 0) + [
+            f"watched-{self.watched}"
+        ] * bool(self.watched)
         return " ".join(words)
 
     @property
@@ -73,19 +83,44 @@ class Layout:
         return sum(self.elements) > self.bucket and (self.stage == 2 or self.overlap_comm)
 
 
+def random_layouts(count: int, seed: int) -> list[Layout]:
+    """Layouts whose buckets, gradients, streams and schedules are drawn with a seed.
+
+    Not by hypothesis: its first examples resemble each other, and all are to train in one process.
+    """
+    drawn = random.Random(seed)
+    return [
+        Layout(
+            stage=drawn.choice([1, 2]),
+            overlap_comm=drawn.random() < 0.7,
+            bucket=drawn.choice([30, 64, 100, 150, 250, 400, 2000]),
+            producers=drawn.randint(0, 3),
+            schedule=drawn.choice(["lazy", "lazy", "in-order", drawn.randrange(2**16)]),
+            widths=tuple(drawn.randint(1, 20) for _ in range(drawn.randint(3, 6))),
+            offload=drawn.random() < 0.3,
+            reduce_scatter=drawn.random() < 0.5,
+            contiguous_gradients=drawn.random() < 0.8,
+            ga_steps=drawn.choice([1, 1, 2]),
+            steps=2,
+        )
+        for _ in range(count)
+    ]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a layout. Reports are of all ranks, each once."""
 
     error: float
-    """Largest absolute difference of a weight to the training without streams; infinity for NaN."""
+    """Largest absolute difference of a weight to the measure of right; infinity for NaN."""
     exact: bool
     """Every weight on every rank has the same bits."""
     races: list[str] = field(default_factory=list)
     """Unordered pairs of accesses, as ``zerofix.testing.Race`` prints them."""
     frees: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    """Of rank 0: calls that order streams, in all steps and without the engine's construction."""
+    """Of rank 0: calls that order streams, in all steps and without the engine's construction;
+    copies that were made together, their launches, and the most bytes that waited for another."""
 
     @property
     def right(self) -> bool:
@@ -97,32 +132,10 @@ def launch(
 ) -> dict[Layout, Outcome]:
     """Run the layouts in one group of ``world_size`` processes.
 
-    ``patched`` imports zerofix as a user would; otherwise ``ZEROFIX=0`` turns it off. Raises
-    RuntimeError where a rank ends early, ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+    ``patched`` and errors are those of ``processes.ask``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        request = Path(folder, "request.json")
-        request.write_text(json.dumps([asdict(layout) for layout in layouts]))
-        variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-        variables |= {} if patched else {"ZEROFIX": "0"}
-        command = [sys.executable, str(Path(__file__).resolve()), folder]
-        logs = [Path(folder, f"{rank}.log") for rank in range(world_size)]
-        ranks = []
-        for rank, log in enumerate(logs):
-            own = environment(None, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
-            with log.open("w") as sink:
-                ranks.append(
-                    subprocess.Popen(command, env=own, stdout=sink, stderr=subprocess.STDOUT)
-                )
-        try:
-            codes = [process.wait(timeout) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(codes):
-            tails = "\n".join(log.read_text()[-3000:] for log in logs)
-            raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
-        answers = json.loads(Path(folder, "answer.json").read_text())
+    request = [asdict(layout) for layout in layouts]
+    answers = ask(worker, request, world_size, patched=patched, timeout=timeout)
     return {layout: Outcome(**answer) for layout, answer in zip(layouts, answers, strict=True)}
 
 
@@ -143,6 +156,7 @@ def configuration(layout: Layout) -> dict[str, Any]:
         "gradient_accumulation_steps": layout.ga_steps,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": layout.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32" if layout.accumulates else None},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -150,7 +164,7 @@ def configuration(layout: Layout) -> dict[str, Any]:
 
 
 def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
-    """The model's weights after training. A collective: each rank calls it."""
+    """The model's weights after training, and what hooks saw. A collective: each rank calls it."""
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
@@ -169,6 +183,21 @@ def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
         config=configuration(layout),
     )
     parameters = list(model.parameters())
+    seen: list[Tensor] = []
+
+    def look(parameter: Tensor) -> None:
+        seen.append(parameter.grad.clone())
+        if layout.watched == "parameter":
+            # The memory itself, to find the reduced gradient there.
+            seen.append(parameter.grad.detach())
+
+    nodes = []
+    for parameter in parameters if layout.watched else ():
+        if layout.watched == "parameter":
+            parameter.register_post_accumulate_grad_hook(look)
+        else:
+            nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(lambda *_, parameter=parameter: look(parameter))
     placement = {}
     if device is not None:
         device.counts.clear()
@@ -180,13 +209,39 @@ def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
         for _ in range(layout.steps * layout.ga_steps):
             x = torch.randn(6, layout.widths[0], generator=generator).to(parameters[0].dtype)
             y = torch.randn(6, layout.widths[-1], generator=generator)
+            seen.clear()
             # Large enough that a lost gradient moves the weights by far more than rounding.
             loss = 10 * torch.nn.functional.mse_loss(engine(x).float(), y)
             engine.backward(loss)
             engine.step()
-        weights = [full(parameter).clone() for parameter in parameters]
-    engine.destroy()
-    return weights
+        found = [tensor.clone() for tensor in (*map(full, parameters), *seen)]
+    if layout.stage < 3:  # 0.16.0 cannot destroy ZeRO-3 without contiguous_gradients
+        engine.destroy()
+    return found
+
+
+@contextmanager
+def copies_wait(layout: Layout) -> Iterator[Counter[str]]:
+    """Make gradients wait where a CPU's would not, and be copied by the kernel, interpreted."""
+    from zerofix.kernels import pending, provenance
+
+    counts: Counter[str] = Counter()
+    pack, bound = pending.pack, provenance.BOUND
+
+    def counted(sources: list[Tensor], destinations: list[Tensor]) -> None:
+        counts.update(launches=1, copies=len(sources))
+        waited = sum(source.nbytes for source in sources[:-1])
+        counts["bytes"] = max(counts["bytes"], waited)
+        pack(sources, destinations)
+
+    if layout.waiting:
+        os.environ["ZEROFIX_BUCKET_COPY"] = "triton"
+        provenance.BOUND, pending.pack = layout.waiting, counted
+    try:
+        yield counts
+    finally:
+        os.environ.pop("ZEROFIX_BUCKET_COPY", None)
+        provenance.BOUND, pending.pack = bound, pack
 
 
 def compare(layout: Layout, rank: int, world_size: int) -> Outcome:
@@ -196,10 +251,10 @@ def compare(layout: Layout, rank: int, world_size: int) -> Outcome:
     from zerofix.testing import Race
     from zerofix.testing.accelerator import deepspeed_streams
 
-    expected = train(layout, rank, None)
-    with deepspeed_streams(layout.schedule) as device:
+    expected = train(replace(layout, overlap_comm=False), rank, None)
+    with deepspeed_streams(layout.schedule) as device, copies_wait(layout) as waited:
         found = train(layout, rank, device)
-        counts = dict(device.counts)
+        counts = {**device.counts, **waited}
     pairs = list(zip(found, expected, strict=True))
     error = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
     races = [str(report) for report in device.reports if isinstance(report, Race)]
@@ -249,6 +304,7 @@ def group(folder: Path, rank: int, world_size: int) -> Iterator[None]:
 
 
 def worker(folder: Path) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
     import zerofix  # noqa: F401, I001
     import deepspeed  # noqa: F401
     import torch
@@ -265,7 +321,3 @@ def worker(folder: Path) -> None:
             gc.freeze()  # DeepSpeed's engines are never freed whole
         if rank == 0:
             (folder / "answer.json").write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))

@@ -144,6 +144,20 @@ def test_a_program_that_dies_after_its_result_did_not_run(monkeypatch, tmp_path)
         assert "exit code" in verify._run("copy_grads", {})["crash"]
 
 
+def test_an_infinite_error_is_json(monkeypatch):
+    stock = {"error": "inf", "tolerance": 0.0}
+    patched = {"error": "0.0", "tolerance": 0.0, "state": "applied", "deepspeed": "0.18.4"}
+    judged = verify._judge("average_tensor", stock, patched)
+    monkeypatch.setattr("zerofix.cli.run", lambda names: [judged])
+    told = CliRunner().invoke(main, ["verify", "average_tensor", "--json"])
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    (read,) = json.loads(told.stdout, parse_constant=refuse)
+    assert (read["stock"], read["verdict"]) == (float("inf"), "repaired")
+
+
 def test_verify_without_deepspeed_says_so(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(main, ["verify"])

@@ -345,3 +345,24 @@ def test_only_an_override_that_does_not_call_super_is_not_reached():
         """
     )
     assert told == ["__main__:Replaces.__init__"]
+
+
+@pytest.mark.skipif(
+    not Version("0.17.5") <= Version(VERSION) < Version("0.18.5"),
+    reason=f"DeepSpeed {VERSION} needs no bucket_overlap",
+)
+def test_a_fix_is_not_applied_without_one_that_it_needs():
+    program = """
+        import zerofix, deepspeed, json
+        states = {f.name: f.state.value for f in zerofix.status().fixes}
+        zerofix.revert()
+        try:
+            zerofix.apply("bucket_overlap")
+        except zerofix.NotAppliedError as error:
+            raised = str(error)
+        print(json.dumps([states["average_tensor"], states["bucket_overlap"], raised]))
+    """
+    lonely = answer(program, ZEROFIX_GRAD_LIFETIME="0")
+    assert lonely[:2] == ["applied", "disabled"]
+    assert "it needs average_tensor, grad_lifetime, which is not in force" in lonely[2]
+    assert answer(program)[:2] == ["applied", "applied"]

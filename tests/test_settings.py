@@ -1,6 +1,6 @@
 import pytest
 
-from zerofix.settings import SettingsError, read, suggest, toggle
+from zerofix.settings import SettingsError, bucket_copy, read, suggest, toggle
 
 FIXES = ["copy_grads", "grad_accumulation"]
 
@@ -33,6 +33,8 @@ def test_zerofix_0_turns_everything_off():
         ("ZEROFIX_STRICTT", "1", "ZEROFIX_STRICT"),
         ("ZEROFIX_COPY_GRADS", "forced", "force"),
         ("ZEROFIX_LOG", "sumary", "summary"),
+        ("ZEROFIX_BUCKET_COPY", "trition", "triton"),
+        ("ZEROFIX_BUCKETCOPY", "torch", "ZEROFIX_BUCKET_COPY"),
         ("ZEROFIX", "off", "ZEROFIX='off'"),
         ("ZEROFIX_", "1", "ZEROFIX"),
     ],
@@ -40,6 +42,22 @@ def test_zerofix_0_turns_everything_off():
 def test_an_unknown_name_or_value_is_an_error_that_suggests_the_nearest(name, value, nearest):
     with pytest.raises(SettingsError, match=nearest):
         read(FIXES, {name: value})
+
+
+@pytest.mark.parametrize("value", ["auto", "triton", "torch"])
+def test_bucket_copy_is_a_setting(value):
+    environ = {"ZEROFIX_BUCKET_COPY": value}
+    assert read(FIXES, environ).given == environ
+    assert bucket_copy(environ) == value
+
+
+def test_bucket_copy_is_auto_unless_it_is_set():
+    assert bucket_copy({}) == bucket_copy({"ZEROFIX_BUCKET_COPY": ""}) == "auto"
+
+
+def test_a_bucket_copy_that_is_misspelt_after_the_import_is_an_error_as_well():
+    with pytest.raises(SettingsError, match="Did you mean torch"):
+        bucket_copy({"ZEROFIX_BUCKET_COPY": "torhc"})
 
 
 def test_a_word_like_no_other_gets_the_whole_list():

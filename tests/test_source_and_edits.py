@@ -153,6 +153,17 @@ def test_an_edit_changes_what_it_names_and_nothing_else(acme):
         assert after.__code__.co_qualname == before.__code__.co_qualname
 
 
+def test_code_around_may_bring_an_edit_that_the_difference_shows(acme):
+    around = Around(
+        lambda original: lambda self, x, **options: original(self, x, **options), ONE_TO_ZERO
+    )
+    site = rebuilt(acme, "Engine.total", around)
+    assert acme.Engine().total(0.5) == 10.0
+    text = unified_diff([(site, {"some_fix": around})])
+    assert "x > 0" in text
+    assert "wrapped by some_fix" in text
+
+
 def test_defaults_are_the_same_objects(acme):
     default = acme.Engine.plain.__defaults__[0]
     rebuilt(acme, "Engine.plain", ONE_TO_ZERO)

@@ -171,6 +171,33 @@ def test_lazy_work_waits_until_somebody_needs_it_and_a_query_does_not_hang() -> 
         assert a.tolist() == [2, 2, 2]
 
 
+class Synchronizes:
+    """Garbage that waits for the device when it is collected, as DeepSpeed's engine does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        synchronize()
+
+
+def test_garbage_collected_while_an_operation_runs_does_not_run_what_comes_after_it() -> None:
+    library = torch.library.Library("zerofix_tests", "FRAGMENT")
+    library.define("copy(Tensor source, Tensor(a!) destination) -> ()")
+
+    def copy(source: torch.Tensor, destination: torch.Tensor) -> None:
+        Synchronizes()
+        assert len([[] for _ in range(100_000)]) == 100_000  # enough for a collection
+        destination.copy_(source)
+
+    library.impl("copy", copy, "CompositeExplicitAutograd")
+    with virtual_streams():
+        destination = torch.zeros(2)
+        torch.ops.zerofix_tests.copy(torch.ones(2), destination)
+        assert (destination + 1).tolist() == [2.0, 2.0]
+        gc.collect()
+
+
 def test_reading_on_the_host_waits_for_the_current_stream_only() -> None:
     with virtual_streams():
         a = torch.zeros(3)
@@ -376,6 +403,21 @@ def test_a_needed_wait_that_is_dropped_is_reported_and_gives_wrong_numbers(
     result, reports = concurrent(program, "lazy", without=dropped)
     assert any(isinstance(report, Race) for report in reports)
     assert result != sequential(program)
+
+
+def test_recorded_memory_waits_for_all_that_the_recorded_stream_waited_for() -> None:
+    """As a gradient that NCCL's stream reduces and the reduction stream, recorded, waits for."""
+    with virtual_streams("in-order") as device:
+        a = torch.ones(4)
+        recorded, other = Stream(), Stream()
+        other.wait_stream(current_stream())
+        with stream(other):
+            a.mul_(2)
+        recorded.wait_stream(other)
+        a.record_stream(recorded)
+        del a
+        torch.ones(4)
+    assert device.reports == []
 
 
 @settings(max_examples=40, deadline=None)

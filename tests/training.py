@@ -1,7 +1,7 @@
 """Trains a small model under DeepSpeed and in plain torch, and compares the weights.
 
-As a module it launches itself as a worker, one process a rank: ``launch`` runs many scenarios in
-one group of processes, because importing DeepSpeed takes longer than all of the training.
+``launch`` runs many scenarios in one group of processes, because importing DeepSpeed takes longer
+than all of the training.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import gc
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from processes import environment
+from processes import ask
 
 if TYPE_CHECKING:
     import torch
@@ -98,32 +95,10 @@ def launch(
 ) -> dict[Scenario, Outcome | str]:
     """Run the scenarios on ``world_size`` ranks; a string is the error a scenario ended with.
 
-    ``patched`` imports zerofix as a user would; otherwise ``ZEROFIX=0`` turns it off. Raises
-    RuntimeError where a rank ends early, ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+    ``patched`` and errors are those of ``processes.ask``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        request = Path(folder, "request.json")
-        request.write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
-        variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-        variables |= {} if patched else {"ZEROFIX": "0"}
-        command = [sys.executable, str(Path(__file__).resolve()), folder]
-        logs = [Path(folder, f"{rank}.log") for rank in range(world_size)]
-        ranks = []
-        for rank, log in enumerate(logs):
-            own = environment(None, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
-            with log.open("w") as sink:
-                ranks.append(
-                    subprocess.Popen(command, env=own, stdout=sink, stderr=subprocess.STDOUT)
-                )
-        try:
-            codes = [process.wait(timeout) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(codes):
-            tails = "\n".join(log.read_text()[-3000:] for log in logs)
-            raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
-        answers = json.loads(Path(folder, "answer.json").read_text())
+    request = [asdict(scenario) for scenario in scenarios]
+    answers = ask(worker, request, world_size, patched=patched, timeout=timeout)
     return {
         scenario: answer if isinstance(answer, str) else Outcome(**answer)
         for scenario, answer in zip(scenarios, answers, strict=True)
@@ -417,7 +392,3 @@ def worker(folder: Path) -> None:
     if rank == 0:
         (folder / "answer.json").write_text(json.dumps(answers))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))

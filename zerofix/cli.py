@@ -188,7 +188,9 @@ def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
             following = names[len(results) : len(results) + 1]
             progress.update(task, advance=1, description=following[0] if following else "")
     if as_json:
-        click.echo(json.dumps([asdict(result) for result in results], indent=2))
+        text = json.dumps([asdict(result) for result in results], indent=2)
+        # JSON has no infinity, and reads this as one.
+        click.echo(text.replace(": Infinity", ": 1e999"))
     else:
         print_results(Console(), results)
     sys.exit(0 if all(r.ok for r in results) else 1)

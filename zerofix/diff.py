@@ -8,7 +8,7 @@ import inspect
 import textwrap
 from collections.abc import Iterable, Mapping
 
-from zerofix.edits import edited, find
+from zerofix.edits import edited, edits_of, find
 from zerofix.fix import Around, Change, Edit
 from zerofix.source import Site
 
@@ -41,9 +41,8 @@ def unified_diff(places: Iterable[tuple[Site, Mapping[str, Change]]]) -> str:
         for site, changes in sorted(sites, key=lambda place: -place[0].node.lineno):
             first, end = site.function.__code__.co_firstlineno - 1, site.node.end_lineno
             text = "\n".join(after[first:end])
-            for change in changes.values():
-                if isinstance(change, Edit):
-                    text = _substitute(text, change)
+            for edit in edits_of(changes.values()):
+                text = _substitute(text, edit)
             after[first:end] = text.splitlines()
         names = ", ".join(dict.fromkeys(name for _, changes in sites for name in changes))
         lines += difflib.unified_diff(before, after, file, file, "", names, lineterm="")

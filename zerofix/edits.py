@@ -7,7 +7,7 @@ import copy
 import functools
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zerofix.fix import Around, Change, Edit, Replace
@@ -27,7 +27,7 @@ def build(site: Site, changes: Sequence[Change]) -> Any:
         EditError: an edit does not match as often as it declares, or the result would need a
             variable that the original does not have.
     """
-    edits = [c for c in changes if isinstance(c, Edit)]
+    edits = edits_of(changes)
     attribute = site.attribute
     if edits:
         attribute = decorate(site, _rebuild(site, edited(site.node, edits)))
@@ -38,6 +38,12 @@ def build(site: Site, changes: Sequence[Change]) -> Any:
             body = functools.partial(_disguise, body=change.body)
             attribute = _below_descriptor(attribute, body)
     return attribute
+
+
+def edits_of(changes: Iterable[Change]) -> list[Edit]:
+    """The edits among changes, and those that go with others."""
+    found = (c if isinstance(c, Edit) else c.edit for c in changes if not isinstance(c, Replace))
+    return [edit for edit in found if edit is not None]
 
 
 def edited(definition: Definition, edits: Sequence[Edit]) -> Definition:

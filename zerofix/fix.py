@@ -26,10 +26,12 @@ class Edit:
 
 @dataclass(frozen=True)
 class Around:
-    """Run code before or after the original, which is called unchanged."""
+    """Run code before or after the original, which is called unchanged or with one edit."""
 
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
     """Takes the original, returns a ``functools.wraps`` closure around it."""
+    edit: Edit | None = None
+    """An edit of the original that goes with that code."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Fix:
     fixed: str | None
     """First release without it; None when no release is."""
     targets: tuple[Target, ...]
+    needs: tuple[str, ...] = ()
+    """Fixes without which this one would do harm. They come before it in the catalogue."""
     limits: str = ""
     """What of the defect is left, where something is."""
     modes: Callable[[], tuple[str, ...]] | None = None

@@ -61,8 +61,10 @@ class Patcher:
 
         Raises:
             KeyError: no fix has this name; the nearest one is suggested.
-            NotAppliedError: DeepSpeed's code is not recognised, or is somebody else's by now.
+            NotAppliedError: DeepSpeed's code is not recognised, or is somebody else's by now, or
+                the fix needs another one that is not in force.
         """
+        from zerofix.gate import State
         from zerofix.report import UNMET
 
         if name not in self._fixes:
@@ -74,7 +76,7 @@ class Patcher:
             self._watch()
             self._settle_ready()
             status = self._status()[name]
-        if status.state in UNMET:
+        if status.state in UNMET or status.state is State.DISABLED:
             raise NotAppliedError(f"{name} is not applied ({status.state.value}): {status.reason}")
         return status
 
@@ -204,7 +206,7 @@ class Patcher:
     # Applying
 
     def _apply(self, fix: Fix) -> tuple[State, str]:
-        from zerofix.gate import decide
+        from zerofix.gate import State, decide
         from zerofix.source import ABSENT, Foreign, locate
 
         fingerprints = {}
@@ -223,6 +225,8 @@ class Patcher:
         force = self._settings.forces(fix.name)
         decision = decide(fix, fingerprints, self._deepspeed_version(), force=force)
         if decision.apply:
+            if missing := [name for name in fix.needs if name not in self._applied()]:
+                return State.DISABLED, f"it needs {', '.join(missing)}, which is not in force"
             self._write_all(fix)
         return decision.state, decision.reason
 

@@ -14,6 +14,7 @@ GENERAL: dict[str, tuple[str, ...]] = {
     "ZEROFIX": ("1", "0"),
     "ZEROFIX_STRICT": ("0", "1"),
     "ZEROFIX_LOG": ("summary", "quiet", "debug"),
+    "ZEROFIX_BUCKET_COPY": ("auto", "triton", "torch"),
 }
 FIX_VALUES = ("1", "0", "force")
 
@@ -74,11 +75,7 @@ def read(fixes: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
     for name, value in given.items():
         if name not in allowed:
             raise SettingsError(f"{name} is not a setting of zerofix.{suggest(name, allowed)}")
-        if value not in allowed[name]:
-            raise SettingsError(
-                f"{name}={value!r} is not understood; it takes {', '.join(allowed[name])}."
-                f"{suggest(value, allowed[name])}"
-            )
+        _check(name, value, allowed[name])
 
     def setting(name: str) -> str:
         return given.get(name, GENERAL[name][0])
@@ -92,6 +89,26 @@ def read(fixes: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
         first_rank=_first(environ, _RANK),
         first_on_node=_first(environ, _LOCAL_RANK),
     )
+
+
+def bucket_copy(environ: Mapping[str, str] = os.environ) -> str:
+    """How ``zerofix.kernels`` copies: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Raises:
+        SettingsError: the value is none of these.
+    """
+    allowed = GENERAL["ZEROFIX_BUCKET_COPY"]
+    value = environ.get("ZEROFIX_BUCKET_COPY") or allowed[0]
+    _check("ZEROFIX_BUCKET_COPY", value, allowed)
+    return value
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SettingsError(
+            f"{name}={value!r} is not understood; it takes {', '.join(allowed)}."
+            f"{suggest(value, allowed)}"
+        )
 
 
 def _first(environ: Mapping[str, str], variables: Iterable[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zerofix.fix import Around, Fix, Target
+from zerofix.fix import Around, Edit, Fix, Target
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +44,16 @@ FIX = Fix(
     introduced=None,
     fixed=None,
     targets=(
-        Target(f"{_OPTIMIZER}.reduce_independent_p_g_buckets_and_remove_grads", Around(_writing)),
+        Target(
+            f"{_OPTIMIZER}.reduce_independent_p_g_buckets_and_remove_grads",
+            Around(
+                _writing,
+                Edit(
+                    find="new_grad_tensor.copy_",
+                    put="self.bucket_provenance.copy_into(new_grad_tensor, grad_reduc)",
+                ),
+            ),
+        ),
         Target(f"{_OPTIMIZER}.reduce_ipg_grads", Around(_reducing)),
     ),
 )

@@ -14,11 +14,14 @@ FIX = Fix(
     cause=(
         "Since 0.17.5 backward waits for each reduction, because the swap of the two buffers gives "
         "the same one each time. With the buffers in turn it need not: it waits for the reduction "
-        "before."
+        "before. The wait also hides what average_tensor and grad_lifetime repair, and this fix is "
+        "applied only with them."
     ),
     upstream=("#7805",),
     introduced="0.17.5",
     fixed="0.18.5",
+    # That wait was also all that kept buffers and gradients from being used again too early.
+    needs=("average_tensor", "grad_lifetime"),
     targets=(
         Target(
             f"{_MODULE}:IPGBucket.clear",

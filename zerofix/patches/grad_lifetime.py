@@ -17,10 +17,19 @@ _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
     from deepspeed.accelerator import get_accelerator
 
+    from zerofix.kernels.provenance import streams_matter
+
     @functools.wraps(original)
     def reduce_independent_p_g_buckets_and_remove_grads(self: Any, param: Any, i: int) -> Any:
-        if param.grad is not None and not get_accelerator().resolves_data_dependency():
-            param.grad.record_stream(get_accelerator().current_stream())
+        if streams_matter(self):
+            current = get_accelerator().current_stream()
+            if param.grad is not None:
+                param.grad.record_stream(current)
+            # Accumulated in a data type of its own, it is read again when it is reduced.
+            elif getattr(param, "grad_accum", None) is not None:
+                param.grad_accum.record_stream(
+                    self.reduction_stream if self.overlap_comm else current
+                )
         return original(self, param, i)
 
     return reduce_independent_p_g_buckets_and_remove_grads
@@ -29,9 +38,11 @@ def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
 def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
     from deepspeed.accelerator import get_accelerator
 
+    from zerofix.kernels.provenance import streams_matter
+
     @functools.wraps(original)
     def average_tensor(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if not get_accelerator().resolves_data_dependency():
+        if streams_matter(self):
             current = get_accelerator().current_stream()
             tensor.record_stream(self.reduction_stream if self.overlap_comm else current)
         return original(self, tensor, *args, **kwargs)
@@ -42,9 +53,11 @@ def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
 def _flattening(original: Callable[..., Any]) -> Callable[..., Any]:
     from deepspeed.accelerator import get_accelerator
 
+    from zerofix.kernels.provenance import streams_matter
+
     @functools.wraps(original)
     def allreduce_bucket(self: Any, bucket: Any, *args: Any, **kwargs: Any) -> Any:
-        if not get_accelerator().resolves_data_dependency():
+        if streams_matter(self):
             # They are read here, and the sum is copied back to them.
             for tensor in bucket:
                 tensor.record_stream(get_accelerator().current_stream())
@@ -56,16 +69,17 @@ def _flattening(original: Callable[..., Any]) -> Callable[..., Any]:
 def _handing_over(original: Callable[..., Any]) -> Callable[..., Any]:
     from deepspeed.accelerator import get_accelerator
 
+    from zerofix.kernels.provenance import streams_matter
+
     @functools.wraps(original)
     def independent_gradient_partition_epilogue(self: Any) -> Any:
         result = original(self)
-        accelerator = get_accelerator()
-        if not accelerator.resolves_data_dependency():
+        if streams_matter(self):
             # The step reads them on this stream, then frees them.
             for gradients in self.averaged_gradients.values():
                 for tensor in gradients or ():
-                    if accelerator.on_accelerator(tensor):
-                        tensor.record_stream(accelerator.current_stream())
+                    if get_accelerator().on_accelerator(tensor):
+                        tensor.record_stream(get_accelerator().current_stream())
         return result
 
     return independent_gradient_partition_epilogue

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,21 +37,3 @@ def step(optimizer: Any, parameters: Sequence[torch.nn.Parameter], index: int) -
 def apart(one: Tensor, other: Tensor) -> float:
     """Largest absolute difference."""
     return (one.detach() - other.detach()).abs().max().item()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep stdout for the result.
-
-    The native code itself prints there when DeepSpeed logs at info, and not before the process
-    ends where stdout is a pipe.
-    """
-    from deepspeed.utils import logger
-
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        logger.setLevel(before)

@@ -120,11 +120,17 @@ def join_world_of_one() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep DeepSpeed's messages off stdout; its warnings and errors go to stderr."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
+    """Keep stdout for the result, and be silent about what is no warning.
+
+    Native code prints there when DeepSpeed logs at info, and where stdout is a pipe not before the
+    process ends.
+    """
+    from deepspeed.utils import logger
+
+    before = logger.level
+    logger.setLevel(logging.WARNING)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        logging.disable(before)
+        logger.setLevel(before)

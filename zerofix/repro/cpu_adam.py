@@ -6,7 +6,8 @@ _STEPS = 60
 
 
 def run() -> float:
-    from zerofix.repro._adam import apart, optimizer_of, quiet, step
+    from zerofix.repro._adam import apart, optimizer_of, step
+    from zerofix.repro._training import quiet
 
     with quiet():
         optimizer, parameters = optimizer_of(3)

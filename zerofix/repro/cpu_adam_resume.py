@@ -16,7 +16,8 @@ _POINTS = (10, 25, 40)
 
 def run() -> float:
     """The largest error of three places to save."""
-    from zerofix.repro._adam import apart, optimizer_of, quiet, step
+    from zerofix.repro._adam import apart, optimizer_of, step
+    from zerofix.repro._training import quiet
 
     saved: dict[int, Any] = {}
     errors = []

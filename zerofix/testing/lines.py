@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-INTERNAL = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<"]
+INTERNAL = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<frozen"]
 """Beginnings of the file names that are passed over. An adapter adds the layers it knows."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerofix.testing.checker import Access, Allocation, Checker, Span, UnsafeFree
+from zerofix.testing.checker import Access, Allocation, Checker, Clock, Span, UnsafeFree, join
 from zerofix.testing.lines import Line, caller
 from zerofix.testing.scheduler import Operation, Queue
 
@@ -34,6 +34,8 @@ class Block:
     freed: Line | None = None
     pending: Sequence[Operation] = ()
     """What ``record_stream`` makes the next allocation wait for."""
+    settled: Clock = field(default_factory=dict)
+    """What is certain to have run when that has."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,10 @@ class Memory:
                 continue
             if not all(operation.done for operation in block.pending):
                 continue
-            recorded = block.last.recorded
             remains = [
                 access
                 for access in self.checker.unordered(stream, block.last.accesses)
-                if access.stream not in recorded
+                if access.number > block.settled.get(access.stream, -1)
             ]
             for access in remains:
                 self.checker.report(UnsafeFree(access, stream, block.last.line, block.freed, line))
@@ -138,6 +139,9 @@ class Memory:
             block.freed = caller()
             last = self.queue.last
             block.pending = [last[stream] for stream in block.last.recorded if stream in last]
+            block.settled = {}
+            for stream in block.last.recorded:
+                join(block.settled, self.checker.clocks.get(stream, {}))
             self.freed.append(block)
 
     def close(self) -> None:

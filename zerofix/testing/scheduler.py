@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import random
 from collections import deque
@@ -165,15 +166,22 @@ class Queue:
         return backwards[::-1]
 
     def execute(self, operation: Operation) -> None:
-        # Python may collect garbage while an operation runs, and that may issue others.
+        # Finalizers issue operations and wait: DeepSpeed's engine synchronizes when it is
+        # collected. Between two operations that may have run this one. In the middle of one,
+        # those that come after it would run before it is done.
         if self.waiting.pop(operation.number, None) is None:
             return
         if operation.run is not None:
+            collecting = gc.isenabled()
+            gc.disable()
             try:
                 operation.run()
             except Exception as error:
                 message = f"{operation.name}, issued at {operation.line}: {error}"
                 raise RuntimeError(message) from error
+            finally:
+                if collecting:
+                    gc.enable()
         operation.done = True
         operation.run = None
         operation.after = []

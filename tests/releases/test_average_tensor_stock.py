@@ -13,7 +13,7 @@ from itertools import product
 
 import pytest
 from packaging.version import Version
-from streams import Layout, Outcome, launch
+from streams import Layout, Outcome, launch, random_layouts
 
 VERSION = Version(version("deepspeed"))
 WAITS_FOR_PRODUCERS = Version("0.19.3") <= VERSION
@@ -28,12 +28,12 @@ RECORDS_STREAMS = Version("0.19.0") <= VERSION
 LAYOUTS = [
     Layout(stage=stage, overlap_comm=overlap, bucket=bucket, producers=producers)
     for stage, overlap, bucket, producers in product(
-        (1, 2), (True, False), (100, 200, 300, 5000), (0, 1, 2, 3)
+        (1, 2), (True, False), (100, 200, 300, 5000), (0, 1, 2)
     )
 ]
 OTHERS = [
-    replace(Layout(), stage=stage, overlap_comm=overlap, producers=producers, **change)
-    for stage, overlap, producers in product((1, 2), (True, False), (0, 2))
+    replace(Layout(), overlap_comm=overlap, producers=producers, **change)
+    for overlap, producers in product((True, False), (0, 2))
     for change in ({"reduce_scatter": False}, {"ga_steps": 2}, {"dtype": "bf16"})
 ]
 TWO_RANKS = [layout for layout in LAYOUTS if layout.bucket == 300 and layout.producers in (0, 2)]
@@ -113,3 +113,14 @@ def test_one_stream_and_one_bucket_order_streams_this_often() -> None:
     one = outcomes(1)[Layout(stage=2, overlap_comm=True, bucket=5000, producers=1)]
     assert one.counts["wait_stream"] > 0
     assert "wait_event" not in one.counts or WAITS_FOR_PRODUCERS
+
+
+def test_random_layouts_are_exact_or_reported() -> None:
+    wrong = 0
+    for layout, outcome in launch(random_layouts(40, seed=1), 1, patched=False).items():
+        wrong += not outcome.exact
+        if not outcome.exact:
+            assert outcome.races or outcome.frees, layout
+        if layout.schedule == "lazy" and outcome.races:
+            assert not outcome.exact, (layout, outcome.races)
+    assert wrong
