@@ -1,7 +1,7 @@
 """Trains under ZeRO-3 offload twice, with and without SuperOffload, and compares each step.
 
-As a module it launches itself as a rank: ``launch`` runs many scenarios in one group of
-processes. Plain offload with DeepSpeedCPUAdam is the measure of right, to the last bit.
+``launch`` runs many scenarios in one group of processes. Plain offload with DeepSpeedCPUAdam is
+the measure of right, to the last bit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from processes import environment
+from processes import ask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -101,32 +98,11 @@ def launch(
 ) -> dict[Scenario, Outcome | str]:
     """Run the scenarios on ``world_size`` ranks; a string is the error a scenario ended with.
 
-    ``patched`` imports zerofix as a user would; otherwise ``ZEROFIX=0`` turns it off, but for
-    the fixes of CPUAdam: what they repair has tests of its own.
+    ``patched`` imports zerofix as a user would; otherwise only the fixes of SuperOffload are off:
+    what the others repair has tests of its own.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "request.json").write_text(json.dumps([asdict(s) for s in scenarios]))
-        variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-        off = {"ZEROFIX_SUPEROFFLOAD": "0", "ZEROFIX_SUPEROFFLOAD_STEP": "0"}
-        variables |= {} if patched else off
-        command = [sys.executable, str(Path(__file__).resolve()), folder]
-        ranks = []
-        for rank in range(world_size):
-            own = environment(None, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
-            with Path(folder, f"{rank}.log").open("w") as sink:
-                ranks.append(
-                    subprocess.Popen(command, env=own, stdout=sink, stderr=subprocess.STDOUT)
-                )
-        end = time.monotonic() + timeout
-        try:
-            codes = [process.wait(max(0.0, end - time.monotonic())) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(codes):
-            tails = "\n".join(log.read_text()[-3000:] for log in Path(folder).glob("*.log"))
-            raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
-        answers = json.loads(Path(folder, "answer.json").read_text())
+    request = {"patched": patched, "scenarios": [asdict(scenario) for scenario in scenarios]}
+    answers = ask(worker, request, world_size, patched=True, timeout=timeout)
     return {
         scenario: answer if isinstance(answer, str) else Outcome(**answer)
         for scenario, answer in zip(scenarios, answers, strict=True)
@@ -495,7 +471,10 @@ def prepare_accelerator() -> None:
     accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
 
 
-def rank_main(folder: Path) -> None:
+def worker(folder: Path) -> None:
+    request = json.loads((folder / "request.json").read_text())
+    if not request["patched"]:
+        os.environ |= {"ZEROFIX_SUPEROFFLOAD": "0", "ZEROFIX_SUPEROFFLOAD_STEP": "0"}
     import cpuinfo
 
     # It runs a program of its own, for each optimizer.
@@ -518,10 +497,10 @@ def rank_main(folder: Path) -> None:
         world_size=world_size,
     )
     answers: list[dict[str, Any] | str] = []
-    for number, request in enumerate(json.loads((folder / "request.json").read_text())):
-        print(Scenario(**request), flush=True)
+    for number, wanted in enumerate(request["scenarios"]):
+        print(Scenario(**wanted), flush=True)
         try:
-            outcome = train(Scenario(**request), rank, folder / str(number))
+            outcome = train(Scenario(**wanted), rank, folder / str(number))
             answers.append(asdict(outcome))
         except Exception as error:
             traceback.print_exc()
@@ -529,7 +508,3 @@ def rank_main(folder: Path) -> None:
     if rank == 0:
         (folder / "answer.json").write_text(json.dumps(answers))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    rank_main(Path(sys.argv[1]))

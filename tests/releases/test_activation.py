@@ -36,6 +36,14 @@ def expected_states():
     return states
 
 
+# `import deepspeed` leaves out some modules; what they need is settled when they come.
+IMPORT_ALL = f"""
+import contextlib, importlib
+for module in {sorted({target.module for fix in CATALOGUE for target in fix.targets})}:
+    with contextlib.suppress(ModuleNotFoundError):  # not every release has it
+        importlib.import_module(module)
+"""
+
 IMPORT_ORDERS = {
     "before": "import zerofix, deepspeed, zerofix",
     "after, by a module of it": "import deepspeed.runtime.zero.stage_1_and_2, zerofix",
@@ -60,10 +68,13 @@ thread.join()
 
 @pytest.mark.parametrize("order", IMPORT_ORDERS)
 def test_every_import_order_applies_what_the_release_needs(order):
-    done = python(IMPORT_ORDERS[order] + TELL)
+    done = python(IMPORT_ORDERS[order] + TELL + IMPORT_ALL + TELL)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["states"] == expected_states()
+    told, later = map(json.loads, done.stdout.splitlines()[-2:])
+    assert later["states"] == expected_states()
+    pending = {name for name, state in told["states"].items() if state == "pending"}
+    assert pending <= {"superoffload", "superoffload_step"}
+    assert told["states"] == expected_states() | dict.fromkeys(pending, "pending")
     assert told["edited"] == (told["states"]["copy_grads"] == "applied")
     assert told["deepspeed"] == RELEASE
     assert told["ok"]
@@ -75,26 +86,29 @@ def test_every_import_order_applies_what_the_release_needs(order):
 
 def test_reverting_puts_back_the_same_objects_and_applying_brings_the_fixes_again():
     told = answer(
-        """
-        import json, pickle, sys
-        import deepspeed
-        modules = [m for name, m in sys.modules.items() if name.startswith("deepspeed.")]
-        classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}
-        stock = [(c, k, v) for c in classes for k, v in list(vars(c).items())]
-        def changed(): return {k for c, k, v in stock if vars(c).get(k) is not v}
-        import zerofix
-        first = changed()
-        for c, k, v in stock:
-            # Private functions cannot be pickled by their names, ours or DeepSpeed's.
-            if k in first and vars(c)[k] is not v and not k.startswith("_"):
-                assert pickle.loads(pickle.dumps(getattr(c, k))) is getattr(c, k)
-        states = {f.state.value for f in zerofix.revert().fixes}
-        reverted = changed()
-        zerofix.revert()
-        again = {f.name: zerofix.apply(f.name).state.value for f in zerofix.status().fixes}
-        changes = [sorted(first), sorted(reverted), sorted(changed())]
-        print(json.dumps([*changes, sorted(states), again]))
-        """
+        IMPORT_ALL
+        + """
+import json, pickle, sys, types
+import deepspeed
+modules = [m for name, m in sys.modules.items() if name.startswith("deepspeed.")]
+classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}
+stock = [(c, k, v) for c in classes for k, v in list(vars(c).items())]
+def changed(): return {k for c, k, v in stock if vars(c).get(k) is not v}
+def pickles(f):
+    try: return pickle.loads(pickle.dumps(f)) is f
+    except (AttributeError, pickle.PicklingError): return False
+# Private and some decorated functions cannot be pickled by their names.
+could = [(c, k) for c, k, v in stock if isinstance(v, types.FunctionType) and pickles(v)]
+import zerofix
+first = changed()
+assert [(c, k) for c, k in could if not pickles(getattr(c, k))] == []
+states = {f.state.value for f in zerofix.revert().fixes}
+reverted = changed()
+zerofix.revert()
+again = {f.name: zerofix.apply(f.name).state.value for f in zerofix.status().fixes}
+changes = [sorted(first), sorted(reverted), sorted(changed())]
+print(json.dumps([*changes, sorted(states), again]))
+"""
     )
     first, reverted, last, states, again = told
     targets = {
