@@ -30,6 +30,8 @@ RELEASES = [
 # Each has a native CPUAdam of its own; 0.18.4 has that of 0.18. The others are tested on resuming
 # alone.
 OWN_CPU_ADAM = ["0.16.0", "0.19.0", "0.19.8"]
+# The releases between have the SuperOffload of one of these, or of 0.18.4, or none.
+OWN_SUPEROFFLOAD = ["0.18.2", "0.18.9", "0.19.8"]
 
 
 @nox.session(venv_backend="none")
@@ -46,6 +48,9 @@ def release(session: nox.Session, deepspeed: str) -> None:
     tests = ["tests/releases", "-n", "2", "--dist", "loadfile"]
     if deepspeed not in OWN_CPU_ADAM:
         tests.append("--ignore=tests/releases/test_cpu_adam.py")
+    if deepspeed not in OWN_SUPEROFFLOAD:
+        tests.append("--ignore=tests/releases/test_superoffload.py")
+        tests.append("--ignore=tests/releases/test_superoffload_worker.py")
     session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env=env)
 
 

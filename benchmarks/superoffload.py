@@ -1,10 +1,10 @@
 """A training step of SuperOffload: stock, with zerofix, and plain offload.
 
-    python benchmarks/superoffload.py [--blocks N] [--width N] [--layers N]
+    python benchmarks/superoffload.py [--blocks N] [--width N] [--layers N] [--batch N]
 
 One process, an engine each, blocks of steps in turn; a ratio is the median of those of
-neighbouring blocks. On a CPU the backward takes the cores that the worker could use, so that
-there is little to gain from the overlap; what an overlap is worth needs a GPU. Writes
+neighbouring blocks. On a CPU one thread of the training process stands for the device, and the
+optimizer has one thread as well, of the same or of the worker process. Writes
 benchmarks/results/superoffload-RELEASE-DEVICE.json. Run it on stock 0.18.9 and on the newest.
 """
 
@@ -36,7 +36,7 @@ def engine(kind: str, clipping: float, width: int, layers: int):
         model=model,
         optimizer=DeepSpeedCPUAdam(model.parameters()),
         config={
-            "train_micro_batch_size_per_gpu": 4,
+            "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": clipping,
             "bf16": {"enabled": True},
             "zero_optimization": {
@@ -49,20 +49,20 @@ def engine(kind: str, clipping: float, width: int, layers: int):
     return made
 
 
-def seconds(made, width: int) -> float:
+def seconds(made, batch: int, width: int) -> float:
     import torch
 
-    batch = torch.ones(4, width, device=made.device, dtype=torch.bfloat16)
+    x = torch.ones(batch, width, device=made.device, dtype=torch.bfloat16)
     start = time.perf_counter()
     for _ in range(STEPS):
-        made.backward(made(batch).float().mean())
+        made.backward(made(x).float().mean())
         made.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / STEPS
 
 
-def measure(clipping: float, blocks: int, width: int, layers: int) -> dict[str, float]:
+def measure(clipping: float, blocks: int, batch: int, width: int, layers: int) -> dict[str, float]:
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     # The methods of the classes are those of the kind whose turn it is.
     engines = {kind: engine(kind, clipping, width, layers) for kind in KINDS}
@@ -72,7 +72,7 @@ def measure(clipping: float, blocks: int, width: int, layers: int) -> dict[str, 
             if kind == "zerofix":
                 for fix in FIXES:
                     zerofix.apply(fix)
-            took = seconds(made, width)
+            took = seconds(made, batch, width)
             if block:
                 times[kind].append(took)
     for kind, made in engines.items():
@@ -91,10 +91,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=64)
     options = parser.parse_args()
 
     import deepspeed
-    import torch.distributed
+    import torch
     from deepspeed.accelerator import get_accelerator
     from results import write
 
@@ -102,6 +103,8 @@ def main() -> None:
     accelerator = get_accelerator()
     device = accelerator.device_name()
     if device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"  # of the worker
+        torch.set_num_threads(1)
         from zerofix.repro import _superoffload
 
         _superoffload.stand_in()
@@ -114,7 +117,7 @@ def main() -> None:
     parameters = options.layers * (options.width**2 + options.width)
     figures = [
         {"gradient_clipping": clipping}
-        | measure(clipping, options.blocks, options.width, options.layers)
+        | measure(clipping, options.blocks, options.batch, options.width, options.layers)
         for clipping in (0.0, 1.0)
     ]
     write(
@@ -122,6 +125,7 @@ def main() -> None:
         {
             "parameters": parameters,
             "host_mib_more_than_plain": round(12 * parameters / 2**20, 1),
+            "batch": options.batch,
             "blocks": options.blocks,
             "steps_per_block": STEPS,
             "figures": figures,
