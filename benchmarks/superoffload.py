@@ -41,6 +41,8 @@ def engine(kind: str, clipping: float, width: int, layers: int):
             "bf16": {"enabled": True},
             "zero_optimization": {
                 "stage": 3,
+                # A layer each. With the default all gradients would come at the end.
+                "reduce_bucket_size": width * width,
                 "sub_group_size": width * width,
                 "offload_optimizer": {"device": "cpu", "super_offload": kind != "plain"},
             },
