@@ -16,8 +16,8 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy zerofix
 
-# The demo and the tests of tests/releases on other releases of DeepSpeed; one of them:
-# .venv/bin/nox -s "release(0.17.6)"
+# Every release of DeepSpeed, which takes hours; parts of it (.venv/bin/nox --list shows them):
+# .venv/bin/nox -s quick "verify(0.17.6)" "release(0.17.6)"
 matrix: $(INSTALLED)
 	$(VENV)/bin/nox
 

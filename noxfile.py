@@ -1,19 +1,38 @@
-"""The demo and the release tests, on one DeepSpeed release a session.
+"""Other releases of DeepSpeed: what zerofix does to each, its reproductions, the release tests.
 
 All sessions share the torch of the environment that nox runs in; each release lies in a folder
-of its own, .deepspeed/RELEASE, that goes first on the module path.
+of its own, .deepspeed/RELEASE, that goes first on the module path. `nox -t ci` runs what .ci/run
+has time for.
 """
 
 import hashlib
+import json
 import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
 import nox
 
+TABLE = json.loads(Path("zerofix", "releases.json").read_text())
+EVERY = TABLE["releases"]
+
+
+def covering() -> set[str]:
+    """A few releases that have, together, every body that a target of a fix has in any release."""
+    left = [set(releases) for bodies in TABLE["targets"].values() for releases in bodies.values()]
+    chosen = set()
+    while left:
+        best = max(EVERY, key=lambda release: sum(release in releases for releases in left))
+        chosen.add(best)
+        left = [releases for releases in left if best not in releases]
+    return chosen
+
+
 # 0.18.4 is what `make test` runs on. These are the releases at which a body changes that a fix
-# is about, those around them, and the newest.
+# is about, those around them, and the newest. They have all of tests/releases.
 RELEASES = [
     "0.16.0",
     "0.16.9",
@@ -34,17 +53,46 @@ OWN_CPU_ADAM = ["0.16.0", "0.19.0", "0.19.8"]
 OWN_SUPEROFFLOAD = ["0.18.2", "0.18.9", "0.19.8"]
 
 
+@nox.session(venv_backend="none", tags=["ci"])
+def quick(session: nox.Session) -> None:
+    """What becomes of each fix on every release, and whether its edits are in force."""
+    tests = "tests/releases/test_activation.py"
+    command = [sys.executable, "-m", "pytest", "--quiet"]
+    command += [f"{tests}::test_reverting_puts_back_the_same_objects_and_applying_brings_all_again"]
+    command += [f"{tests}::test_the_table_of_releases_has_the_bodies_that_are_installed"]
+
+    def check(deepspeed: str) -> str:
+        env = os.environ | {"PYTHONPATH": str(installed(deepspeed))}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        return done.stdout + done.stderr if done.returncode else ""
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = dict(zip(EVERY, pool.map(check, EVERY), strict=True))
+    if failed := {release: output for release, output in outputs.items() if output}:
+        print(*failed.values(), sep="\n")
+        session.error(f"not as releases.json says: {', '.join(failed)}")
+
+
 @nox.session(venv_backend="none")
-@nox.parametrize("deepspeed", RELEASES, ids=RELEASES)
+@nox.parametrize(
+    "deepspeed", EVERY, ids=EVERY, tags=[["ci"] if r in covering() else [] for r in EVERY]
+)
+def verify(session: nox.Session, deepspeed: str) -> None:
+    """zerofix verify; with `-- --write` its result goes to benchmarks/results."""
+    env = shared_operations(installed(deepspeed))
+    program = (
+        ["benchmarks/verify.py"] if "--write" in session.posargs else ["-m", "zerofix", "verify"]
+    )
+    session.run(sys.executable, *program, env=env)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize(
+    "deepspeed", RELEASES, ids=RELEASES, tags=[["ci"] if r == EVERY[-1] else [] for r in RELEASES]
+)
 def release(session: nox.Session, deepspeed: str) -> None:
-    """zerofix verify and tests/releases on one release."""
-    folder = Path(".deepspeed", deepspeed).absolute()
-    if not (folder / "deepspeed").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        command += ["--disable-pip-version-check", "--no-build-isolation"]
-        session.run(*command, "--target", str(folder), f"deepspeed=={deepspeed}")
-    env = shared_operations(folder)
-    session.run(sys.executable, "-m", "zerofix", "verify", env=env)
+    """tests/releases on one release."""
+    env = shared_operations(installed(deepspeed))
     tests = ["tests/releases", "-n", "2", "--dist", "loadfile"]
     if deepspeed not in OWN_CPU_ADAM:
         tests.append("--ignore=tests/releases/test_cpu_adam.py")
@@ -52,6 +100,16 @@ def release(session: nox.Session, deepspeed: str) -> None:
         tests.append("--ignore=tests/releases/test_superoffload.py")
         tests.append("--ignore=tests/releases/test_superoffload_worker.py")
     session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env=env)
+
+
+def installed(deepspeed: str) -> Path:
+    """The folder of a release, which is installed there at first."""
+    folder = Path(".deepspeed", deepspeed).absolute()
+    if not (folder / "deepspeed").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--no-build-isolation"]
+        subprocess.run([*command, "--target", str(folder), f"deepspeed=={deepspeed}"], check=True)
+    return folder
 
 
 def shared_operations(folder: Path) -> dict[str, str]:

@@ -84,7 +84,7 @@ def test_every_import_order_applies_what_the_release_needs(order):
     assert re.match(rf"zerofix \S+: DeepSpeed {re.escape(RELEASE)}: {said}", line)
 
 
-def test_reverting_puts_back_the_same_objects_and_applying_brings_the_fixes_again():
+def test_reverting_puts_back_the_same_objects_and_applying_brings_all_again():
     told = answer(
         IMPORT_ALL
         + """
