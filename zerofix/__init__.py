@@ -5,6 +5,7 @@ applies the fixes that the installed release needs. Nothing on disk changes.
 """
 
 from zerofix.install import NotAppliedError, Patcher
+from zerofix.launch import forward_settings
 from zerofix.patches import CATALOGUE
 from zerofix.settings import SettingsError, read
 
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 if "_patcher" not in globals():  # a reload keeps what knows how to revert
     _patcher = Patcher(CATALOGUE, read([fix.name for fix in CATALOGUE]), __version__)
     _patcher.activate()
+    forward_settings()
 
 apply = _patcher.apply
 revert = _patcher.revert

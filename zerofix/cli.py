@@ -1,4 +1,4 @@
-"""The command line: status, explain, diff, verify."""
+"""The command line: status, explain, diff, verify, run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -21,12 +22,13 @@ import zerofix
 from zerofix import _patcher as patcher
 from zerofix.fix import Fix
 from zerofix.gate import State
+from zerofix.launch import environment
 from zerofix.ops import origin
 from zerofix.patches import CATALOGUE
 from zerofix.report import UNMET, FixStatus
 from zerofix.settings import suggest, toggle
 from zerofix.verify import Verdict
-from zerofix.verify import verify as run
+from zerofix.verify import verify as run_reproductions
 
 FIXES = {fix.name: fix for fix in CATALOGUE}
 COLOURS = {State.APPLIED: "green", State.FIXED_UPSTREAM: "cyan", State.NOT_AFFECTED: "cyan"}
@@ -181,7 +183,7 @@ def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
     results = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(names[0], total=len(names))
-        for result in run(names):
+        for result in run_reproductions(names):
             results.append(result)
             following = names[len(results) : len(results) + 1]
             progress.update(task, advance=1, description=following[0] if following else "")
@@ -216,6 +218,28 @@ def print_results(console: Console, results: list[Verdict]) -> None:
 
 def number(error: float | None) -> str:
     return "crash" if error is None else f"{error:.1e}"
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+def run(command: tuple[str, ...]) -> NoReturn:
+    """Run a program with zerofix in every Python that it starts.
+
+    No line of the program changes: `zerofix run -- deepspeed train.py ...`, or torchrun,
+    accelerate launch, python. The command takes the place of zerofix: signals and the exit code
+    are its own.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, environment(os.environ))
+    except FileNotFoundError:
+        click.echo(f"zerofix run: there is no program {command[0]}", err=True)
+        sys.exit(127)
+    except OSError as error:
+        hint = f" (python {command[0]}?)" if command[0].endswith(".py") else ""
+        click.echo(f"zerofix run: {command[0]}: {error.strerror}{hint}", err=True)
+        sys.exit(126)
 
 
 def import_deepspeed() -> Any:

@@ -67,28 +67,33 @@ def read(fixes: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
     """
     fix_of = {toggle(fix): fix for fix in fixes}
     allowed = GENERAL | dict.fromkeys(fix_of, FIX_VALUES)
-    given = {
-        name: value
-        for name, value in environ.items()
-        if value and (name == PREFIX or name.startswith(PREFIX + "_"))
-    }
-    for name, value in given.items():
+    found = given(environ)
+    for name, value in found.items():
         if name not in allowed:
             raise SettingsError(f"{name} is not a setting of zerofix.{suggest(name, allowed)}")
         _check(name, value, allowed[name])
 
     def setting(name: str) -> str:
-        return given.get(name, GENERAL[name][0])
+        return found.get(name, GENERAL[name][0])
 
     return Settings(
         enabled=setting("ZEROFIX") == "1",
         strict=setting("ZEROFIX_STRICT") == "1",
         log=setting("ZEROFIX_LOG"),
-        fixes={fix: given[name] for name, fix in fix_of.items() if name in given},
-        given=given,
+        fixes={fix: found[name] for name, fix in fix_of.items() if name in found},
+        given=found,
         first_rank=_first(environ, _RANK),
         first_on_node=_first(environ, _LOCAL_RANK),
     )
+
+
+def given(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The ``ZEROFIX*`` variables that are set, whatever they say."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if value and (name == PREFIX or name.startswith(PREFIX + "_"))
+    }
 
 
 def bucket_copy(environ: Mapping[str, str] = os.environ) -> str:
