@@ -15,6 +15,7 @@ GENERAL: dict[str, tuple[str, ...]] = {
     "ZEROFIX_STRICT": ("0", "1"),
     "ZEROFIX_LOG": ("summary", "quiet", "debug"),
     "ZEROFIX_BUCKET_COPY": ("auto", "triton", "torch"),
+    "ZEROFIX_RANK_CHECK": ("error", "warn", "off"),
 }
 FIX_VALUES = ("1", "0", "force")
 
@@ -37,6 +38,7 @@ class Settings:
     enabled: bool
     strict: bool
     log: str
+    rank_check: str
     fixes: Mapping[str, str]
     """Fix name to ``"1"``, ``"0"`` or ``"force"``, for the fixes the environment names."""
     given: Mapping[str, str]
@@ -80,6 +82,7 @@ def read(fixes: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
         enabled=setting("ZEROFIX") == "1",
         strict=setting("ZEROFIX_STRICT") == "1",
         log=setting("ZEROFIX_LOG"),
+        rank_check=setting("ZEROFIX_RANK_CHECK"),
         fixes={fix: found[name] for name, fix in fix_of.items() if name in found},
         given=found,
         first_rank=_first(environ, _RANK),
@@ -106,6 +109,11 @@ def bucket_copy(environ: Mapping[str, str] = os.environ) -> str:
     value = environ.get("ZEROFIX_BUCKET_COPY") or allowed[0]
     _check("ZEROFIX_BUCKET_COPY", value, allowed)
     return value
+
+
+def attempt(environ: Mapping[str, str] = os.environ) -> str:
+    """How often torchrun has started the ranks again; ``"0"`` without it."""
+    return environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
