@@ -17,8 +17,8 @@ def engines(zero: Any = None, one: Any = None, **both: Any) -> tuple[list[Any], 
     """What became of the two ranks, and what they wrote.
 
     Of each rank can be given: ``environ``, further variables; ``zerofix``, false to go without;
-    ``version``, what DeepSpeed says; ``sleep``, seconds before it makes its engines. Of both: ``wait`` and
-    ``grace``, instead of those of zerofix.ranks; ``count``, how many engines.
+    ``version``, what DeepSpeed says; ``sleep``, seconds before it makes its engines. Of both:
+    ``wait`` and ``grace``, instead of those of zerofix.ranks; ``count``, how many engines.
     """
     request = {"ranks": [zero or {}, one or {}], **both}
     told, logs = ask(worker, request, 2, patched=True, timeout=150)

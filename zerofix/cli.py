@@ -1,4 +1,4 @@
-"""The command line: status, explain, diff, verify, run."""
+"""The command line: status, explain, diff, verify, audit, run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from packaging.version import InvalidVersion, Version
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
+from rich.text import Text
 
 import zerofix
 from zerofix import _patcher as patcher
+from zerofix.audit import Hit
+from zerofix.audit import audit as find_hits
+from zerofix.config import ConfigError, read
 from zerofix.fix import Fix
-from zerofix.gate import State
+from zerofix.gate import State, known_releases
 from zerofix.launch import environment
 from zerofix.ops import origin
 from zerofix.patches import CATALOGUE
@@ -218,6 +226,60 @@ def print_results(console: Console, results: list[Verdict]) -> None:
 
 def number(error: float | None) -> str:
     return "crash" if error is None else f"{error:.1e}"
+
+
+@main.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--deepspeed", metavar="VERSION", help="By default the installed one.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def audit(config: Path, deepspeed: str | None, as_json: bool) -> None:
+    """Which defects a training meets, from DeepSpeed's version and its configuration.
+
+    DeepSpeed need not be installed. The exit code is 1 where a defect is met, 3 where one may be,
+    and 2 for what is no configuration.
+    """
+    releases = known_releases()
+    try:
+        version = Version(deepspeed or metadata.version("deepspeed"))
+    except metadata.PackageNotFoundError:
+        raise click.UsageError(
+            "DeepSpeed is not installed here: say which with --deepspeed."
+        ) from None
+    except InvalidVersion:
+        raise click.UsageError(f"{deepspeed!r} is not a version of DeepSpeed.") from None
+    if Version(version.base_version) < Version(releases[0]):
+        raise click.UsageError(f"zerofix knows DeepSpeed from {releases[0]} on.")
+    try:
+        hits = find_hits(read(config, version))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    if as_json:
+        known = version <= Version(releases[-1])
+        head = {"config": str(config), "deepspeed": str(version), "known": known}
+        click.echo(json.dumps(head | {"defects": [hit.as_dict() for hit in hits]}, indent=2))
+    else:
+        print_hits(config, version, hits)
+    sys.exit((1 if hits[0].certain else 3) if hits else 0)
+
+
+def print_hits(config: Path, version: Version, hits: list[Hit]) -> None:
+    newest = known_releases()[-1]
+    console = Console()
+    console.print(f"{config} on DeepSpeed {version}: {len(hits)} defects\n", highlight=False)
+    if version > Version(newest):
+        console.print(f"Judged as {newest}, the newest release that is known.\n", highlight=False)
+    for hit in hits:
+        colour, verb = ("red", "is met") if hit.certain else ("yellow", "may be met")
+        title = f"[bold]{hit.fix.name}[/]  [{colour}]{verb}[/]  ({hit.since}, {hit.until})"
+        console.print(title, highlight=False)
+        fixed = f", or DeepSpeed {hit.fix.fixed}" if hit.fix.fixed else ""
+        for line in (*hit.when, hit.fix.symptom, f"repaired by: import zerofix{fixed}"):
+            console.print(Padding(Text(line), (0, 0, 0, 4), expand=False))
+    if hits:
+        console.print("\nimport zerofix before deepspeed.initialize, or start the training with")
+        console.print(
+            "`zerofix run -- COMMAND`. `zerofix explain FIX` tells more.", highlight=False
+        )
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
