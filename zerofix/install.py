@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +42,12 @@ class Patcher:
         self._settings = settings
         self._version = version
         self._lock = threading.RLock()
+        # A fork waits for the whole of a fix: its child has no thread to finish it, nor to unlock.
+        os.register_at_fork(
+            before=self._lock.acquire,
+            after_in_parent=self._lock.release,
+            after_in_child=self._lock.release,
+        )
         self._imported: dict[str, ModuleType] = {}
         """Modules that are imported to their end, of those that matter here."""
         self._sites: dict[str, Site] = {}
