@@ -148,7 +148,7 @@ def test_an_infinite_error_is_json(monkeypatch):
     stock = {"error": "inf", "tolerance": 0.0}
     patched = {"error": "0.0", "tolerance": 0.0, "state": "applied", "deepspeed": "0.18.4"}
     judged = verify._judge("average_tensor", stock, patched)
-    monkeypatch.setattr("zerofix.cli.run", lambda names: [judged])
+    monkeypatch.setattr("zerofix.cli.run_reproductions", lambda names: [judged])
     told = CliRunner().invoke(main, ["verify", "average_tensor", "--json"])
 
     def refuse(constant):

@@ -1,4 +1,4 @@
-"""The command line: status, explain, diff, verify."""
+"""The command line: status, explain, diff, verify, audit, run."""
 
 from __future__ import annotations
 
@@ -7,26 +7,36 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 import sys
 from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from packaging.version import InvalidVersion, Version
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
+from rich.text import Text
 
 import zerofix
 from zerofix import _patcher as patcher
+from zerofix.audit import Hit
+from zerofix.audit import audit as find_hits
+from zerofix.config import ConfigError, read
 from zerofix.fix import Fix
-from zerofix.gate import State
+from zerofix.gate import State, known_releases
+from zerofix.launch import environment
 from zerofix.ops import origin
 from zerofix.patches import CATALOGUE
 from zerofix.report import UNMET, FixStatus
 from zerofix.settings import suggest, toggle
 from zerofix.verify import Verdict
-from zerofix.verify import verify as run
+from zerofix.verify import verify as run_reproductions
 
 FIXES = {fix.name: fix for fix in CATALOGUE}
 COLOURS = {State.APPLIED: "green", State.FIXED_UPSTREAM: "cyan", State.NOT_AFFECTED: "cyan"}
@@ -183,7 +193,7 @@ def verify(fixes: tuple[Fix, ...], as_json: bool) -> None:
     results = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(names[0], total=len(names))
-        for result in run(names):
+        for result in run_reproductions(names):
             results.append(result)
             following = names[len(results) : len(results) + 1]
             progress.update(task, advance=1, description=following[0] if following else "")
@@ -218,6 +228,82 @@ def print_results(console: Console, results: list[Verdict]) -> None:
 
 def number(error: float | None) -> str:
     return "crash" if error is None else f"{error:.1e}"
+
+
+@main.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--deepspeed", metavar="VERSION", help="By default the installed one.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def audit(config: Path, deepspeed: str | None, as_json: bool) -> None:
+    """Which defects a training meets, from DeepSpeed's version and its configuration.
+
+    DeepSpeed need not be installed. The exit code is 1 where a defect is met, 3 where one may be,
+    and 2 for what is no configuration.
+    """
+    releases = known_releases()
+    try:
+        version = Version(deepspeed or metadata.version("deepspeed"))
+    except metadata.PackageNotFoundError:
+        raise click.UsageError(
+            "DeepSpeed is not installed here: say which with --deepspeed."
+        ) from None
+    except InvalidVersion:
+        raise click.UsageError(f"{deepspeed!r} is not a version of DeepSpeed.") from None
+    if Version(version.base_version) < Version(releases[0]):
+        raise click.UsageError(f"zerofix knows DeepSpeed from {releases[0]} on.")
+    try:
+        hits = find_hits(read(config, version))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    if as_json:
+        known = version <= Version(releases[-1])
+        head = {"config": str(config), "deepspeed": str(version), "known": known}
+        click.echo(json.dumps(head | {"defects": [hit.as_dict() for hit in hits]}, indent=2))
+    else:
+        print_hits(config, version, hits)
+    sys.exit((1 if hits[0].certain else 3) if hits else 0)
+
+
+def print_hits(config: Path, version: Version, hits: list[Hit]) -> None:
+    newest = known_releases()[-1]
+    console = Console()
+    console.print(f"{config} on DeepSpeed {version}: {len(hits)} defects\n", highlight=False)
+    if version > Version(newest):
+        console.print(f"Judged as {newest}, the newest release that is known.\n", highlight=False)
+    for hit in hits:
+        colour, verb = ("red", "is met") if hit.certain else ("yellow", "may be met")
+        title = f"[bold]{hit.fix.name}[/]  [{colour}]{verb}[/]  ({hit.since}, {hit.until})"
+        console.print(title, highlight=False)
+        fixed = f", or DeepSpeed {hit.fix.fixed}" if hit.fix.fixed else ""
+        for line in (*hit.when, hit.fix.symptom, f"repaired by: import zerofix{fixed}"):
+            console.print(Padding(Text(line), (0, 0, 0, 4), expand=False))
+    if hits:
+        console.print("\nimport zerofix before deepspeed.initialize, or start the training with")
+        console.print(
+            "`zerofix run -- COMMAND`. `zerofix explain FIX` tells more.", highlight=False
+        )
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+def run(command: tuple[str, ...]) -> NoReturn:
+    """Run a program with zerofix in every Python that it starts.
+
+    No line of the program changes: `zerofix run -- deepspeed train.py ...`, or torchrun,
+    accelerate launch, python. The command takes the place of zerofix: signals and the exit code
+    are its own.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, environment(os.environ))
+    except FileNotFoundError:
+        click.echo(f"zerofix run: there is no program {command[0]}", err=True)
+        sys.exit(127)
+    except OSError as error:
+        hint = f" (python {command[0]}?)" if command[0].endswith(".py") else ""
+        click.echo(f"zerofix run: {command[0]}: {error.strerror}{hint}", err=True)
+        sys.exit(126)
 
 
 def import_deepspeed() -> Any:

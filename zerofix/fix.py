@@ -9,6 +9,8 @@ TYPE_CHECKING = False  # importing typing would take a good part of the time of 
 if TYPE_CHECKING:
     from typing import Any
 
+    from zerofix.config import Training
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -72,6 +74,9 @@ class Fix:
     """First release that has the defect; None when every supported release before `fixed` has."""
     fixed: str | None
     """First release without it; None when no release is."""
+    hit_by: Callable[[Training], bool | str]
+    """Whether a training on a release with the defect meets it; a string is the condition on what
+    is not in the configuration: ``"if a parameter is larger than the bucket"``."""
     targets: tuple[Target, ...]
     needs: tuple[str, ...] = ()
     """Fixes without which this one would do harm. They come before it in the catalogue."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -44,9 +45,24 @@ def known_bodies() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 
     ``either`` is a body that releases with and without the defect share.
     """
-    table = json.loads(resources.files("zerofix").joinpath("releases.json").read_text())
-    verdicts: Mapping[str, Mapping[str, Mapping[str, str]]] = table["verdicts"]
+    verdicts: Mapping[str, Mapping[str, Mapping[str, str]]] = _table()["verdicts"]
     return verdicts
+
+
+def known_releases() -> list[str]:
+    """The releases of DeepSpeed that zerofix knows, the oldest first."""
+    releases: list[str] = _table()["releases"]
+    return releases
+
+
+@functools.cache
+def _table() -> Any:
+    return json.loads(resources.files("zerofix").joinpath("releases.json").read_text())
+
+
+def has_defect(fix: Fix, version: str) -> bool:
+    """Whether the release of this version has the defect, by what the record says."""
+    return _place(fix, version) == "within"
 
 
 def decide(fix: Fix, fingerprints: Mapping[str, str], version: str, *, force: bool) -> Decision:

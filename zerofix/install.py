@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 from zerofix import hooks
 from zerofix.fix import Change, Fix
-from zerofix.settings import Settings, suggest, toggle
+from zerofix.settings import Settings, bucket_copy, suggest, toggle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # what the patching needs is imported with DeepSpeed, not with zerofix
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # what the patching needs is imported with DeepSpeed, not wit
     from typing import Any
 
     from zerofix.gate import State
+    from zerofix.ranks import Digest
     from zerofix.report import FixStatus, Status
     from zerofix.source import Site
 
@@ -28,6 +30,10 @@ class NotAppliedError(RuntimeError):
     """
 
 
+class RanksDifferError(RuntimeError):
+    """The ranks of a job do not run the same fixes. Raised where its first engine is made."""
+
+
 class Patcher:
     """The fixes of a catalogue and what became of them in this process."""
 
@@ -36,6 +42,12 @@ class Patcher:
         self._settings = settings
         self._version = version
         self._lock = threading.RLock()
+        # A fork waits for the whole of a fix: its child has no thread to finish it, nor to unlock.
+        os.register_at_fork(
+            before=self._lock.acquire,
+            after_in_parent=self._lock.release,
+            after_in_child=self._lock.release,
+        )
         self._imported: dict[str, ModuleType] = {}
         """Modules that are imported to their end, of those that matter here."""
         self._sites: dict[str, Site] = {}
@@ -92,6 +104,8 @@ class Patcher:
                 left = {name: change for name, change in changes.items() if name in stay}
                 if left != changes:
                     self._write(path, left)
+            if not stay:
+                self._guard_ranks(False)
             for name in self._fixes:
                 if name in stay:
                     over = self._patched_over(self._fixes[name])
@@ -178,6 +192,29 @@ class Patcher:
         for fix in self._fixes.values():
             if fix.name not in self._off and fix.name not in self._states and not self._waits(fix):
                 self._settle(fix)
+        self._guard_ranks(self._settings.rank_check != "off")
+
+    def _guard_ranks(self, guard: bool) -> None:
+        """Have the first engine compare the ranks, or not."""
+        from zerofix import ranks
+
+        engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+        if engine is not None and guard:
+            ranks.guard(engine, self._digest, self._report_ranks, self._say)
+        elif engine is not None:
+            ranks.unguard(engine)
+
+    def _digest(self) -> Digest:
+        """What must be the same on all ranks."""
+        status = self.status()
+        versions = {"zerofix": status.version, "DeepSpeed": str(status.deepspeed)}
+        states = {fix.name: fix.state.value for fix in status.fixes}
+        return versions | states | {"ZEROFIX_BUCKET_COPY": bucket_copy()}
+
+    def _report_ranks(self, difference: str, rank_0_knows: bool) -> None:
+        if self._settings.rank_check == "error":
+            raise RanksDifferError(difference)
+        self._say(difference, every_rank=not rank_0_knows)
 
     def _settle(self, fix: Fix) -> None:
         from zerofix.edits import EditError
@@ -347,10 +384,10 @@ class Patcher:
     def _deepspeed_version() -> str:
         return str(getattr(sys.modules.get("deepspeed"), "__version__", ""))
 
-    def _say(self, text: str, *, every_node: bool = False) -> None:
-        """Write a line to stderr, on rank 0 only (or on the first rank of every node)."""
+    def _say(self, text: str, *, every_node: bool = False, every_rank: bool = False) -> None:
+        """Write to stderr, on rank 0 only (or on the first rank of every node, or on all)."""
         wanted = self._settings.first_on_node if every_node else self._settings.first_rank
-        if wanted and sys.stderr is not None:
+        if (wanted or every_rank) and sys.stderr is not None:
             # A closed pipe or a full disk under stderr is no reason to fail.
             with contextlib.suppress(OSError, ValueError):
                 print(text, file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ GENERAL: dict[str, tuple[str, ...]] = {
     "ZEROFIX_STRICT": ("0", "1"),
     "ZEROFIX_LOG": ("summary", "quiet", "debug"),
     "ZEROFIX_BUCKET_COPY": ("auto", "triton", "torch"),
+    "ZEROFIX_RANK_CHECK": ("error", "warn", "off"),
 }
 FIX_VALUES = ("1", "0", "force")
 
@@ -37,6 +38,7 @@ class Settings:
     enabled: bool
     strict: bool
     log: str
+    rank_check: str
     fixes: Mapping[str, str]
     """Fix name to ``"1"``, ``"0"`` or ``"force"``, for the fixes the environment names."""
     given: Mapping[str, str]
@@ -67,28 +69,34 @@ def read(fixes: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
     """
     fix_of = {toggle(fix): fix for fix in fixes}
     allowed = GENERAL | dict.fromkeys(fix_of, FIX_VALUES)
-    given = {
-        name: value
-        for name, value in environ.items()
-        if value and (name == PREFIX or name.startswith(PREFIX + "_"))
-    }
-    for name, value in given.items():
+    found = given(environ)
+    for name, value in found.items():
         if name not in allowed:
             raise SettingsError(f"{name} is not a setting of zerofix.{suggest(name, allowed)}")
         _check(name, value, allowed[name])
 
     def setting(name: str) -> str:
-        return given.get(name, GENERAL[name][0])
+        return found.get(name, GENERAL[name][0])
 
     return Settings(
         enabled=setting("ZEROFIX") == "1",
         strict=setting("ZEROFIX_STRICT") == "1",
         log=setting("ZEROFIX_LOG"),
-        fixes={fix: given[name] for name, fix in fix_of.items() if name in given},
-        given=given,
+        rank_check=setting("ZEROFIX_RANK_CHECK"),
+        fixes={fix: found[name] for name, fix in fix_of.items() if name in found},
+        given=found,
         first_rank=_first(environ, _RANK),
         first_on_node=_first(environ, _LOCAL_RANK),
     )
+
+
+def given(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The ``ZEROFIX*`` variables that are set, whatever they say."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if value and (name == PREFIX or name.startswith(PREFIX + "_"))
+    }
 
 
 def bucket_copy(environ: Mapping[str, str] = os.environ) -> str:
@@ -101,6 +109,11 @@ def bucket_copy(environ: Mapping[str, str] = os.environ) -> str:
     value = environ.get("ZEROFIX_BUCKET_COPY") or allowed[0]
     _check("ZEROFIX_BUCKET_COPY", value, allowed)
     return value
+
+
+def attempt(environ: Mapping[str, str] = os.environ) -> str:
+    """How often torchrun has started the ranks again; ``"0"`` without it."""
+    return environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -10,6 +10,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from zerofix.config import Training
+
 _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 
@@ -23,6 +25,12 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
     from zerofix.kernels.provenance import wait_for_all_writers
 
     return wait_for_all_writers(original)
+
+
+def _hit_by(training: Training) -> bool | str:
+    if training.stage not in (1, 2) or (training.offloads_optimizer and training.since("0.19.8")):
+        return False
+    return "if gradients come from several streams, as under torch.compile"
 
 
 FIX = Fix(
@@ -43,6 +51,7 @@ FIX = Fix(
     upstream=("#8080", "#8061"),
     introduced=None,
     fixed=None,
+    hit_by=_hit_by,
     targets=(
         Target(
             f"{_OPTIMIZER}.reduce_independent_p_g_buckets_and_remove_grads",

@@ -1,6 +1,19 @@
 """ZeRO-1/2 with overlap_comm fills the buffer that is being reduced."""
 
+from __future__ import annotations
+
 from zerofix.fix import Edit, Fix, Target
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from zerofix.config import Training
+
+
+def _hit_by(training: Training) -> bool | str:
+    if training.stage not in (1, 2) or not training.overlap_comm:
+        return False
+    return "if the gradients are more than one bucket holds (reduce_bucket_size), on a GPU"
+
 
 FIX = Fix(
     name="bucket_index",
@@ -16,6 +29,7 @@ FIX = Fix(
     upstream=("#7371", "#7805"),
     introduced="0.17.2",
     fixed="0.17.5",
+    hit_by=_hit_by,
     targets=(
         Target(
             "deepspeed.runtime.zero.stage_1_and_2:IPGBucket.clear",

@@ -11,6 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from zerofix.config import Training
+
 _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 
@@ -37,6 +39,15 @@ def _discarding_of_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return zero_grad
 
 
+def _hit_by(training: Training) -> bool | str:
+    steps = training.gradient_accumulation_steps
+    if training.stage != 2 or not training.offloads_optimizer:
+        return False
+    several = "2" if steps == 1 else "3"
+    by_hand = "by set_gradient_accumulation_boundary"
+    return steps > 2 or f"if a step has {several} or more backwards, {by_hand}"
+
+
 FIX = Fix(
     name="copy_grads",
     title="optimizer offload sums the gradients of all backwards of a step",
@@ -54,6 +65,7 @@ FIX = Fix(
     upstream=("#7981", "#7967"),
     introduced=None,
     fixed="0.19.0",
+    hit_by=_hit_by,
     targets=(
         # A partial sum is needed when more backwards follow in this step, or went before.
         # ZeRO-1 comes here at the boundary only, with the whole sum in the gradient.

@@ -1,7 +1,18 @@
 """CPUAdam gives the subgroups of one step different bits."""
 
+from __future__ import annotations
+
 from zerofix.fix import Around, Fix, Target
 from zerofix.native_adam import bind_anew
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from zerofix.config import Training
+
+
+def _hit_by(training: Training) -> bool | str:
+    return training.cpu_adam
+
 
 FIX = Fix(
     name="cpu_adam",
@@ -20,6 +31,7 @@ FIX = Fix(
     upstream=("#7982", "#7859", "#7819"),
     introduced=None,
     fixed="0.19.0",
+    hit_by=_hit_by,
     targets=(Target("deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam.__init__", Around(bind_anew)),),
     limits=(
         "A split that moves elements between the full vectors (of 16 numbers on AVX-512) and the "

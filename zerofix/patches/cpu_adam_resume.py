@@ -1,7 +1,21 @@
 """CPUAdam goes on from a checkpoint with other bits than without it."""
 
+from __future__ import annotations
+
 from zerofix.fix import Around, Fix, Target
 from zerofix.native_adam import bind_anew
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from zerofix.config import Training
+
+
+def _hit_by(training: Training) -> bool | str:
+    resumed = "it is resumed from a checkpoint, or has parameter groups of different betas"
+    if training.cpu_adam is True:
+        return f"if {resumed}"
+    return training.cpu_adam and f"{training.cpu_adam}, and {resumed}"
+
 
 FIX = Fix(
     name="cpu_adam_resume",
@@ -21,6 +35,7 @@ FIX = Fix(
     upstream=(),
     introduced=None,
     fixed=None,
+    hit_by=_hit_by,
     targets=(Target("deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam.__init__", Around(bind_anew)),),
     limits=(
         "ZenFlow with overlap_step from 0.19.3 on steps in a native worker that does not go "

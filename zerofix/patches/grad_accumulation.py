@@ -1,6 +1,20 @@
 """ZeRO-2 without offload keeps the last micro-batch only."""
 
+from __future__ import annotations
+
 from zerofix.fix import Edit, Fix, Target
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from zerofix.config import Training
+
+
+def _hit_by(training: Training) -> bool | str:
+    if training.stage != 2 or training.offloads_optimizer:
+        return False
+    by_hand = "if a step has several backwards, by set_gradient_accumulation_boundary"
+    return training.gradient_accumulation_steps > 1 or by_hand
+
 
 FIX = Fix(
     name="grad_accumulation",
@@ -16,6 +30,7 @@ FIX = Fix(
     upstream=("#7509",),
     introduced="0.17.6",
     fixed="0.18.3",
+    hit_by=_hit_by,
     targets=(
         Target(
             "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"

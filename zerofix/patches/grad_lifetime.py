@@ -11,6 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from zerofix.config import Training
+
 _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 
@@ -85,6 +87,15 @@ def _handing_over(original: Callable[..., Any]) -> Callable[..., Any]:
     return independent_gradient_partition_epilogue
 
 
+def _hit_by(training: Training) -> bool | str:
+    if training.stage not in (1, 2) or (training.offloads_optimizer and training.since("0.19.8")):
+        return False
+    streams = "if gradients come from several streams, as under torch.compile"
+    if training.overlap_comm and not training.since("0.19.0"):
+        return f"{streams}, or a parameter is larger than reduce_bucket_size, on a GPU"
+    return streams
+
+
 FIX = Fix(
     name="grad_lifetime",
     title="ZeRO-1/2 keeps the memory of a gradient until all streams have read it",
@@ -101,6 +112,7 @@ FIX = Fix(
     upstream=("#7965",),
     introduced=None,
     fixed=None,
+    hit_by=_hit_by,
     targets=(
         Target(f"{_OPTIMIZER}.reduce_independent_p_g_buckets_and_remove_grads", Around(_copying)),
         Target(f"{_OPTIMIZER}.average_tensor", Around(_averaging)),

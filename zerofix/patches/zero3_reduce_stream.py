@@ -1,6 +1,19 @@
 """ZeRO-3 copies a gradient before it is there."""
 
+from __future__ import annotations
+
 from zerofix.fix import Edit, Fix, Target
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from zerofix.config import Training
+
+
+def _hit_by(training: Training) -> bool | str:
+    if training.stage != 3 or not training.overlap_comm:
+        return False
+    return "if gradients come from several streams, as under torch.compile"
+
 
 FIX = Fix(
     name="zero3_reduce_stream",
@@ -17,6 +30,7 @@ FIX = Fix(
     upstream=("#7898",),
     introduced=None,
     fixed="0.18.8",
+    hit_by=_hit_by,
     targets=(
         Target(
             "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.__add_grad_to_ipg_bucket",
