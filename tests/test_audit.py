@@ -27,6 +27,7 @@ def zero(stage, **more):
 
 
 OFFLOAD = zero(2, offload_optimizer=CPU)
+SUPER = CPU | {"super_offload": True}
 STREAMS = "if gradients come from several streams, as under torch.compile"
 BUCKETS = "if the gradients are more than one bucket holds (reduce_bucket_size), on a GPU"
 RESUMED = "it is resumed from a checkpoint, or has parameter groups of different betas"
@@ -89,6 +90,8 @@ EXAMPLES = {
     ),
     "bucket_index": ("0.17.4", [(zero(1, overlap_comm=True), BUCKETS)], [zero(2), zero(3)]),
     "bucket_overlap": ("0.17.5", [(zero(2, overlap_comm=True), BUCKETS)], [zero(2), zero(3)]),
+    "superoffload": ("0.18.8", [(zero(3, offload_optimizer=SUPER), True)], [zero(3), OFFLOAD]),
+    "superoffload_step": ("0.19.8", [(zero(3, offload_optimizer=SUPER), True)], [zero(3), OFFLOAD]),
     "zero3_reduce_stream": ("0.18.7", [(zero(3), STREAMS)], [zero(3, overlap_comm=False), zero(2)]),
 }
 

@@ -52,7 +52,7 @@ FIX = Fix(
     name="copy_grads",
     title="optimizer offload sums the gradients of all backwards of a step",
     symptom=(
-        "ZeRO-1/2 with offload_optimizer trains on part of the batch: with "
+        "ZeRO-2 with offload_optimizer trains on part of the batch: with "
         "gradient_accumulation_steps=1 and several backwards a step "
         "(set_gradient_accumulation_boundary) only the last one counts, with "
         "gradient_accumulation_steps>2 the micro-batches between the first and the last are "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zerofix.fix import Fix, Replace, Target
 from zerofix.patches import superoffload_step
 from zerofix.superoffload.methods import SUPEROFFLOAD, TARGETS, plain, start
-from zerofix.superoffload.mode import modes
+from zerofix.superoffload.mode import hit_by, modes
 
 FIX = Fix(
     name="superoffload",
@@ -23,6 +23,7 @@ FIX = Fix(
     upstream=("#7906", "#7905", "#7715"),
     introduced="0.18.0",
     fixed="0.18.9",
+    hit_by=hit_by,
     targets=(
         Target(f"{SUPEROFFLOAD}.__init__", Replace(start)),
         Target(f"{SUPEROFFLOAD}._create_fp16_sub_groups", plain("_create_fp16_sub_groups")),

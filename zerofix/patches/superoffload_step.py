@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerofix.fix import Edit, Fix, Target
 from zerofix.superoffload.methods import SUPEROFFLOAD, TARGETS
-from zerofix.superoffload.mode import modes
+from zerofix.superoffload.mode import hit_by, modes
 
 FIX = Fix(
     name="superoffload_step",
@@ -24,6 +24,7 @@ FIX = Fix(
     upstream=(),
     introduced="0.18.9",
     fixed=None,
+    hit_by=hit_by,
     targets=(
         Target(
             f"{SUPEROFFLOAD}.__init__",

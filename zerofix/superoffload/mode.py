@@ -1,4 +1,4 @@
-"""Whether steps run ahead of the backward's end: the memory that decides, and what was decided."""
+"""Where there is SuperOffload, and whether its steps run ahead of the backward's end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the command line explains without torch
+    from zerofix.config import Training
     from zerofix.superoffload.speculation import Speculation
 
 GIB = 1 << 30
@@ -18,6 +19,15 @@ BYTES = 28
 
 engines: WeakSet[Speculation] = WeakSet()
 """Those of this process that are not destroyed."""
+
+
+def hit_by(training: Training) -> bool:
+    """Whether a training uses SuperOffload."""
+    return (
+        training.stage == 3
+        and training.offloads_optimizer
+        and training.get("zero_optimization.offload_optimizer.super_offload", False)
+    )
 
 
 def modes() -> tuple[str, ...]:
