@@ -2,6 +2,7 @@
 
 from zerofix.fix import Fix
 from zerofix.patches import (
+    absent_grads,
     average_tensor,
     bucket_index,
     bucket_overlap,
@@ -23,4 +24,5 @@ CATALOGUE: tuple[Fix, ...] = (
     bucket_index.FIX,
     bucket_overlap.FIX,
     zero3_reduce_stream.FIX,
+    absent_grads.FIX,
 )
