@@ -3,6 +3,7 @@
 from zerofix.fix import Fix
 from zerofix.patches import (
     absent_grads,
+    absent_grads_zero3,
     average_tensor,
     bucket_index,
     bucket_overlap,
@@ -25,4 +26,5 @@ CATALOGUE: tuple[Fix, ...] = (
     bucket_overlap.FIX,
     zero3_reduce_stream.FIX,
     absent_grads.FIX,
+    absent_grads_zero3.FIX,
 )
