@@ -4,6 +4,7 @@ from zerofix.fix import Fix
 from zerofix.patches import (
     absent_grads,
     absent_grads_zero3,
+    autocast_scaler,
     average_tensor,
     bucket_index,
     bucket_overlap,
@@ -27,4 +28,5 @@ CATALOGUE: tuple[Fix, ...] = (
     zero3_reduce_stream.FIX,
     absent_grads.FIX,
     absent_grads_zero3.FIX,
+    autocast_scaler.FIX,
 )
