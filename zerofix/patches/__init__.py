@@ -13,6 +13,7 @@ from zerofix.patches import (
     cpu_adam_resume,
     grad_accumulation,
     grad_lifetime,
+    reduction_order,
     zero3_reduce_stream,
 )
 
@@ -28,5 +29,6 @@ CATALOGUE: tuple[Fix, ...] = (
     zero3_reduce_stream.FIX,
     absent_grads.FIX,
     absent_grads_zero3.FIX,
+    reduction_order.FIX,
     autocast_scaler.FIX,
 )

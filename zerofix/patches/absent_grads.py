@@ -21,10 +21,9 @@ def include_absent(optimizer: Any) -> None:
     """
     from deepspeed.accelerator import get_accelerator
 
-    if all(optimizer.params_already_reduced) or _is_left_alone(optimizer):
+    if all(optimizer.params_already_reduced) or is_left_alone(optimizer):
         return
-    boundary = optimizer.is_gradient_accumulation_boundary
-    boundary = boundary() if callable(boundary) else boundary
+    boundary = at_boundary(optimizer)
     absent = [
         (i, param)
         for i, group in enumerate(optimizer.bit16_groups)
@@ -35,7 +34,7 @@ def include_absent(optimizer: Any) -> None:
     if not optimizer.partition_gradients:
         # What has its gradient from an earlier backward had no hook to reduce it in this one.
         for i, param in absent if boundary else ():
-            _fill(optimizer, param)
+            fill(optimizer, param)
             optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, i)
         optimizer.reduce_ipg_grads()
     # Between the first backward of a step and the last, a partial sum stays as it is. Without
@@ -49,18 +48,26 @@ def include_absent(optimizer: Any) -> None:
         ):
             for _, param in absent:
                 if optimizer.is_param_in_current_partition[optimizer.get_param_id(param)]:
-                    _fill(optimizer, param)
+                    fill(optimizer, param)
                     optimizer.copy_grads_in_partition(param)
 
 
-def _is_left_alone(optimizer: Any) -> bool:
+def at_boundary(optimizer: Any) -> bool:
+    """Whether this backward is the last of its step."""
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
+
+
+def is_left_alone(optimizer: Any) -> bool:
+    """Whether missing gradients are somebody else's to treat."""
     # ZenFlow has a schedule of its own; the others want DeepSpeed's assertion.
     return getattr(optimizer, "zenflow", False) or (
         optimizer.cpu_offload and not optimizer.ignore_unused_parameters
     )
 
 
-def _fill(optimizer: Any, param: Any) -> None:
+def fill(optimizer: Any, param: Any) -> None:
+    """Give a parameter a gradient of zero, where it has none."""
     import torch
 
     if optimizer.get_gradient_for_reduction(param) is None:
@@ -76,11 +83,11 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduce_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (self.overlap_comm or self.partition_gradients or _is_left_alone(self)):
+        if not (self.overlap_comm or self.partition_gradients or is_left_alone(self)):
             for group in self.bit16_groups:
                 for param in group:
                     if param.requires_grad:
-                        _fill(self, param)
+                        fill(self, param)
         return original(self, *args, **kwargs)
 
     return reduce_gradients

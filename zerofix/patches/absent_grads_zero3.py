@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 from zerofix.fix import Around, Edit, Fix, Target
+from zerofix.patches.absent_grads import at_boundary
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ def include_absent(optimizer: Any) -> None:
     # SuperOffload partitions in its own way; ZenFlow has a schedule of its own.
     if not present or getattr(optimizer, "zenflow", False):
         return
-    boundary = optimizer.is_gradient_accumulation_boundary
-    boundary = boundary() if callable(boundary) else boundary
+    boundary = at_boundary(optimizer)
     # The first backward of a step writes over the sum of the step before, and with offload the
     # last one passes the sum on. Between them a sum stays as it is.
     if optimizer.micro_step_id and not (boundary and optimizer.offload_optimizer):
