@@ -85,22 +85,34 @@ def build_model() -> nn.Module:
     import torch
     from torch import nn
 
+    class Branches(nn.Module):
+        """One module, which ZeRO-3 gathers on all ranks, whatever a rank uses of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for bit in range(BRANCHES):
+                layer = nn.Linear(16, 16)
+                self.register_parameter(f"weight{bit}", layer.weight)
+                self.register_parameter(f"bias{bit}", layer.bias)
+
+        def forward(self, hidden: Tensor, used: int) -> Tensor:
+            for bit in range(BRANCHES):
+                if used >> bit & 1:
+                    weight, bias = (getattr(self, f"{name}{bit}") for name in ("weight", "bias"))
+                    hidden = hidden + nn.functional.linear(hidden, weight, bias)
+            return hidden * 1
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(8, 16)
-            self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(BRANCHES))
+            self.branches = Branches()
             self.never = nn.Linear(4, 5)
             self.last = nn.Linear(16, 4)
 
         def forward(self, x: Tensor, y: Tensor, used: int) -> Tensor:
-            hidden = torch.tanh(self.first(x))
-            for bit, branch in enumerate(self.branches):
-                # ZeRO-3 gathers a layer on all ranks or hangs; only its gradient may be missing.
-                out = branch(hidden)
-                if used >> bit & 1:
-                    hidden = hidden + out
-            return 10 * torch.nn.functional.mse_loss(self.last(hidden).float(), y)
+            output: Tensor = self.last(self.branches(torch.tanh(self.first(x)), used))
+            return 10 * torch.nn.functional.mse_loss(output.float(), y)
 
     torch.manual_seed(0)
     return Model()

@@ -14,6 +14,7 @@ from zerofix.patches import (
     grad_accumulation,
     grad_lifetime,
     reduction_order,
+    reduction_order_zero3,
     zero3_reduce_stream,
 )
 
@@ -30,5 +31,6 @@ CATALOGUE: tuple[Fix, ...] = (
     absent_grads.FIX,
     absent_grads_zero3.FIX,
     reduction_order.FIX,
+    reduction_order_zero3.FIX,
     autocast_scaler.FIX,
 )
