@@ -52,10 +52,11 @@ def chosen(seed: int, world_size: int) -> Case:
     draw = random.Random(seed)
     stage, offload = draw.choice(ROADS)
     dtype = draw.choice(["fp32", "fp32", "fp16", "bf16", "bf16-fp32"])
-    # Without offload that is another optimizer, which has nothing to do with ZeRO's.
-    dtype = "bf16" if (stage, offload, dtype) == (1, False, "bf16-fp32") else dtype
+    # ZeRO-1 has it wrong on several ranks up to 0.18, and without offload not in this optimizer.
+    dtype = "bf16" if (stage, dtype) == (1, "bf16-fp32") else dtype
     accumulated = draw.randint(1, 4)
-    by_hand = draw.random() < 0.3
+    # By hand, gradients are summed and not averaged: training that amplifies what is rounded.
+    by_hand = draw.random() < 0.3 and dtype != "bf16-fp32"
     used = tuple(
         tuple(
             tuple(draw.randrange(2**BRANCHES) for _ in range(world_size))
