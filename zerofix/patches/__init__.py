@@ -13,9 +13,11 @@ from zerofix.patches import (
     cpu_adam_resume,
     grad_accumulation,
     grad_lifetime,
+    no_sync,
     reduction_order,
     reduction_order_zero3,
     zero3_reduce_stream,
+    zero_grad,
 )
 
 CATALOGUE: tuple[Fix, ...] = (
@@ -32,5 +34,7 @@ CATALOGUE: tuple[Fix, ...] = (
     absent_grads_zero3.FIX,
     reduction_order.FIX,
     reduction_order_zero3.FIX,
+    zero_grad.FIX,
+    no_sync.FIX,
     autocast_scaler.FIX,
 )
