@@ -15,7 +15,6 @@ from zerofix.patches import (
     grad_lifetime,
     no_sync,
     reduction_order,
-    reduction_order_zero3,
     zero3_reduce_stream,
     zero_grad,
 )
@@ -33,7 +32,6 @@ CATALOGUE: tuple[Fix, ...] = (
     absent_grads.FIX,
     absent_grads_zero3.FIX,
     reduction_order.FIX,
-    reduction_order_zero3.FIX,
     zero_grad.FIX,
     no_sync.FIX,
     autocast_scaler.FIX,

@@ -101,5 +101,9 @@ include_absent(self)
             ),
         ),
     ),
-    limits="SuperOffload, which partitions gradients in its own way, is not reached.",
+    limits=(
+        "SuperOffload, which partitions gradients in its own way, is not reached. Ranks that have "
+        "gradients of different parameters in a micro-batch still add them to each other: see "
+        "set_z3_leaf_modules of DeepSpeed."
+    ),
 )
