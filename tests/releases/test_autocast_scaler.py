@@ -9,7 +9,7 @@ from packaging.version import Version
 from processes import answer
 
 INSTALLED = Version(version("deepspeed"))
-pytestmark = pytest.mark.skipif(INSTALLED < Version("0.17.2"), reason="has no torch_autocast")
+pytestmark = pytest.mark.skipif(Version("0.17.2") > INSTALLED, reason="has no torch_autocast")
 
 PROGRAM = """
 import json, zerofix, torch, deepspeed
@@ -54,7 +54,7 @@ def told(request: pytest.FixtureRequest) -> dict[str, object]:
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_the_scale_and_the_weights_are_those_of_torch_amp(stage: str, told: dict) -> None:
-    if told["patched"] or INSTALLED < Version("0.19.8"):
+    if told["patched"] or Version("0.19.8") > INSTALLED:
         assert told[stage]["scales"] == told["plain"]
         assert told[stage]["error"] <= 1e-6
     else:
