@@ -28,6 +28,8 @@ def zero(stage, **more):
 
 OFFLOAD = zero(2, offload_optimizer=CPU)
 SUPER = CPU | {"super_offload": True}
+ABSENT = "if a parameter has no gradient in some micro-batch"
+DIFFERENT = "if ranks use different parameters in a micro-batch"
 STREAMS = "if gradients come from several streams, as under torch.compile"
 BUCKETS = "if the gradients are more than one bucket holds (reduce_bucket_size), on a GPU"
 RESUMED = "it is resumed from a checkpoint, or has parameter groups of different betas"
@@ -92,6 +94,43 @@ EXAMPLES = {
     "bucket_overlap": ("0.17.5", [(zero(2, overlap_comm=True), BUCKETS)], [zero(2), zero(3)]),
     "superoffload": ("0.18.8", [(zero(3, offload_optimizer=SUPER), True)], [zero(3), OFFLOAD]),
     "superoffload_step": ("0.19.8", [(zero(3, offload_optimizer=SUPER), True)], [zero(3), OFFLOAD]),
+    "absent_grads": (
+        "0.19.8",
+        [
+            (OFFLOAD, f"{ABSENT} or step"),
+            (zero(1), f"{ABSENT}, with several ranks"),
+            (
+                zero(1, overlap_comm=True) | {"gradient_accumulation_steps": 2},
+                f"{ABSENT}, with several ranks",
+            ),
+        ],
+        [zero(2), zero(1, overlap_comm=True), zero(3)],
+    ),
+    "absent_grads_zero3": ("0.19.8", [(zero(3), f"{ABSENT} or step")], [OFFLOAD]),
+    "reduction_order": (
+        "0.19.8",
+        [(zero(2), DIFFERENT), (zero(1, overlap_comm=True), DIFFERENT)],
+        [zero(1), zero(3)],
+    ),
+    "zero_grad": (
+        "0.19.8",
+        [(zero(stage), "if engine.zero_grad() is to throw a backward away") for stage in (2, 3)],
+        [zero(0), zero(1)],
+    ),
+    "no_sync": (
+        "0.19.8",
+        [(zero(1, overlap_comm=True), "if engine.no_sync() is used")],
+        [zero(1), zero(2, overlap_comm=True)],
+    ),
+    "autocast_scaler": (
+        "0.19.8",
+        [(zero(2) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, True)],
+        [
+            zero(2) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            zero(2) | {"torch_autocast": {"enabled": False, "dtype": "float16"}},
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        ],
+    ),
     "zero3_reduce_stream": ("0.18.7", [(zero(3), STREAMS)], [zero(3, overlap_comm=False), zero(2)]),
 }
 

@@ -80,7 +80,9 @@ def test_training_that_was_right_stays_the_same_bit_for_bit(
 ) -> None:
     stock, patched = (train(scenario, world_size, patched=patched) for patched in (False, True))
     assert patched.digest == stock.digest
-    assert patched.copied_elements == stock.copied_elements
+    # On several ranks, gradients that are missing are reduced as zeros.
+    if world_size == 1 or not scenario.branch:
+        assert patched.copied_elements == stock.copied_elements
 
 
 @world_sizes

@@ -2,6 +2,9 @@
 
 from zerofix.fix import Fix
 from zerofix.patches import (
+    absent_grads,
+    absent_grads_zero3,
+    autocast_scaler,
     average_tensor,
     bucket_index,
     bucket_overlap,
@@ -10,9 +13,12 @@ from zerofix.patches import (
     cpu_adam_resume,
     grad_accumulation,
     grad_lifetime,
+    no_sync,
+    reduction_order,
     superoffload,
     superoffload_step,
     zero3_reduce_stream,
+    zero_grad,
 )
 
 CATALOGUE: tuple[Fix, ...] = (
@@ -27,4 +33,10 @@ CATALOGUE: tuple[Fix, ...] = (
     zero3_reduce_stream.FIX,
     superoffload.FIX,
     superoffload_step.FIX,
+    absent_grads.FIX,
+    absent_grads_zero3.FIX,
+    reduction_order.FIX,
+    zero_grad.FIX,
+    no_sync.FIX,
+    autocast_scaler.FIX,
 )

@@ -1,0 +1,100 @@
+"""A training step with the fixes for missing gradients against the same step on stock DeepSpeed.
+
+    python benchmarks/absent_grads.py [--blocks N]
+
+One process, one engine a configuration: blocks of steps alternate between stock and patched
+(`zerofix.revert`, `zerofix.apply`), and the ratio is the median of those of neighbouring blocks.
+Writes benchmarks/results/absent_grads.json. Every parameter has its gradient.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import zerofix
+
+STEPS = 5
+FIXES = ("absent_grads", "absent_grads_zero3")
+
+
+def engine(stage: int, offload: bool, accumulation: int):
+    import deepspeed
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+    zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
+    made, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 0.0,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero,
+        },
+    )
+    return made
+
+
+def seconds(made, accumulation: int) -> float:
+    import torch
+
+    batch = torch.ones(4, 512, device=made.device)
+    start = time.perf_counter()
+    for _ in range(STEPS * accumulation):
+        made.backward(made(batch).sum())
+        made.step()
+    return (time.perf_counter() - start) / STEPS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=25)
+    blocks = parser.parse_args().blocks
+
+    import deepspeed
+    import torch.distributed
+    from deepspeed.accelerator import get_accelerator
+    from results import write
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = get_accelerator().communication_backend_name()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+
+    figures = []
+    for stage, offload in ((1, True), (2, True), (3, False), (3, True)):
+        for accumulation in (1, 4):
+            made = engine(stage, offload, accumulation)
+            times: dict[str, list[float]] = {"stock": [], "zerofix": []}
+            for block in range(2 * blocks + 2):
+                if block % 2:
+                    for fix in FIXES:
+                        zerofix.apply(fix)
+                else:
+                    zerofix.revert()
+                took = seconds(made, accumulation)
+                if block >= 2:
+                    times["zerofix" if block % 2 else "stock"].append(took)
+            pairs = list(zip(times["stock"], times["zerofix"], strict=True))
+            stock, patched = (statistics.median(times[kind]) for kind in ("stock", "zerofix"))
+            figures.append(
+                {
+                    "stage": stage,
+                    "offload": offload,
+                    "gradient_accumulation_steps": accumulation,
+                    "stock_ms": round(1e3 * stock, 3),
+                    "zerofix_ms": round(1e3 * patched, 3),
+                    "ratio": round(statistics.median(b / a for a, b in pairs), 3),
+                }
+            )
+    write("absent_grads", {"blocks": blocks, "steps_per_block": STEPS, "figures": figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Trains a model whose parameters have a gradient in some micro-batches only, and compares.
+
+``launch`` runs many cases in one group of processes. The measure of right is plain torch, where a
+missing gradient is zero in the sum over ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from processes import ask
+from training import LOSS_SCALE, micro_batch, prepare_accelerator
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+BRANCHES = 3
+"""Layers of the same size that a micro-batch may use or not, beside one that none uses."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    stage: int
+    offload: bool
+    used: tuple[tuple[tuple[int, ...], ...], ...]
+    """For each step, micro-batch and rank, the branches in use, as bits. A case of one rank's
+    pattern has it on all ranks."""
+    optimizer: str = "sgd"
+    dtype: str = "fp32"
+    """fp32, fp16, bf16, or bf16-fp32: bf16 with gradients accumulated in fp32."""
+    overlap_comm: bool = False
+    contiguous_gradients: bool = True
+    by_hand: bool = False
+    """``gradient_accumulation_steps`` is 1, and the boundary set by hand."""
+    clipping: float = 0.0
+    groups: int = 1
+    """Parameter groups."""
+    overflow: tuple[int, int] = (-1, -1)
+    """Step and micro-batch of rank 0 with a loss of infinity."""
+    abandon: bool = False
+    """Before each step one more backward, that is thrown away with ``zero_grad``."""
+    no_sync: bool = False
+    """All but the last micro-batch of a step run under ``engine.no_sync()``."""
+
+    def __str__(self) -> str:
+        words = [f"zero{self.stage}", "offload" if self.offload else "no-offload", self.optimizer]
+        words += [self.dtype] + ["overlap"] * self.overlap_comm
+        words += ["scattered"] * (not self.contiguous_gradients)
+        words += ["by-hand"] * self.by_hand + [f"clip{self.clipping}"] * bool(self.clipping)
+        words += [f"groups{self.groups}"] * (self.groups > 1)
+        words += ["overflow{}.{}".format(*self.overflow)] * (self.overflow[0] >= 0)
+        words += ["abandon"] * self.abandon + ["no-sync"] * self.no_sync
+        steps = ("-".join(".".join(map(str, ranks)) for ranks in step) for step in self.used)
+        return " ".join([*words, "_".join(steps)])
+
+    @property
+    def accumulated(self) -> int:
+        """Micro-batches a step, as the configuration says it."""
+        return 1 if self.by_hand or self.no_sync else len(self.used[0])
+
+    def branches(self, step: int, index: int, rank: int) -> int:
+        ranks = self.used[step][index]
+        return ranks[rank % len(ranks)]
+
+
+def launch(
+    cases: Sequence[Case], world_size: int, *, patched: bool, timeout: float = 300.0
+) -> dict[Case, float | str]:
+    """The largest error of a weight in each case; a string is the error a case ended with."""
+    request = [asdict(case) for case in cases]
+    answers = ask(worker, request, world_size, patched=patched, timeout=timeout)
+    return dict(zip(cases, answers, strict=True))
+
+
+def build_model() -> nn.Module:
+    import torch
+    from torch import nn
+
+    class Branches(nn.Module):
+        """One module, which ZeRO-3 gathers on all ranks, whatever a rank uses of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for bit in range(BRANCHES):
+                layer = nn.Linear(16, 16)
+                self.register_parameter(f"weight{bit}", layer.weight)
+                self.register_parameter(f"bias{bit}", layer.bias)
+
+        def forward(self, hidden: Tensor, used: int) -> Tensor:
+            for bit in range(BRANCHES):
+                if used >> bit & 1:
+                    weight, bias = (getattr(self, f"{name}{bit}") for name in ("weight", "bias"))
+                    hidden = hidden + nn.functional.linear(hidden, weight, bias)
+            return hidden * 1
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 16)
+            self.branches = Branches()
+            self.never = nn.Linear(4, 5)
+            self.last = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, y: Tensor, used: int) -> Tensor:
+            output: Tensor = self.last(self.branches(torch.tanh(self.first(x)), used))
+            return 10 * torch.nn.functional.mse_loss(output.float(), y)
+
+    torch.manual_seed(0)
+    return Model()
+
+
+def groups_of(case: Case, parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """The parameters of the model in one group, or the even ones and the odd ones."""
+    return [{"params": list(parameters[i :: case.groups])} for i in range(case.groups)]
+
+
+def build_optimizer(case: Case, parameters: Sequence[Any]) -> torch.optim.Optimizer:
+    import torch
+
+    groups = groups_of(case, parameters)
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.02, momentum=0.5)
+    return torch.optim.Adam(groups, lr=1e-3)
+
+
+def loss_of(case: Case, model: Any, step: int, index: int, rank: int, dtype: Any) -> Tensor:
+    x, y = micro_batch(step, index, rank)
+    loss: Tensor = model(x.to(dtype), y, case.branches(step, index, rank))
+    return loss * float("inf") if (step, index) == case.overflow and rank == 0 else loss
+
+
+def reference(case: Case, world_size: int) -> list[Tensor]:
+    """Master weights (fp32) after all steps in plain torch, for all ranks in one process.
+
+    Gradients are rounded where DeepSpeed rounds them, as in ``training.reference``.
+    """
+    import torch
+
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(case.dtype, torch.bfloat16)
+    sums = torch.float32 if case.dtype == "bf16-fp32" else dtype
+    scale = LOSS_SCALE if dtype == torch.float16 else 1.0
+    model = build_model().to(dtype)
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float().clone() for parameter in parameters]
+    optimizer = build_optimizer(case, masters)
+
+    for step, micro_batches in enumerate(case.used):
+        total = [torch.zeros_like(parameter, dtype=sums) for parameter in parameters]
+        by_rank = [[torch.zeros_like(grad) for grad in total] for _ in range(world_size)]
+        for index in range(len(micro_batches)):
+            average = [torch.zeros_like(grad) for grad in total]
+            for rank in range(world_size):
+                loss = loss_of(case, model, step, index, rank, dtype) / case.accumulated * scale
+                grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+                for k, grad in enumerate(grads):
+                    if grad is not None:
+                        average[k] += grad.to(sums) / world_size
+                        by_rank[rank][k] += grad.to(sums)
+            for k, grad in enumerate(average):
+                total[k] += grad
+        if case.stage == 1:
+            # Whatever they are summed in, they are sent in the model's dtype.
+            sent = [[(grad / world_size).to(dtype).to(sums) for grad in own] for own in by_rank]
+            total = [sum(ranks[1:], start=ranks[0]) for ranks in zip(*sent, strict=True)]
+        if not all(grad.isfinite().all() for grad in total):
+            continue
+        grads = [grad.float() / scale for grad in total]
+        if case.clipping:
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            grads = [grad / max(1.0, (norm.item() + 1e-6) / case.clipping) for grad in grads]
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+    return masters
+
+
+def configuration(case: Case) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": case.stage,
+        "overlap_comm": case.overlap_comm,
+        "contiguous_gradients": case.contiguous_gradients,
+        # Smaller than a branch's weight, larger than the others: see training.configuration.
+        "reduce_bucket_size": 200,
+        "allgather_bucket_size": 200,
+        "stage3_param_persistence_threshold": 20,
+    }
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config: dict[str, Any] = {}
+    if case.dtype.startswith("bf16"):
+        config = {"bf16": {"enabled": True}}
+    elif case.dtype == "fp16":
+        config = {"fp16": {"enabled": True, "loss_scale": LOSS_SCALE}}
+    if case.dtype == "bf16-fp32":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config | {
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": case.accumulated,
+        "gradient_clipping": case.clipping,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def train(case: Case, rank: int, world_size: int) -> float:
+    """Train under DeepSpeed and compare. A collective: each rank calls it."""
+    from contextlib import nullcontext
+
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model = build_model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=build_optimizer(case, list(model.parameters())),
+        config=configuration(case),
+    )
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(case.dtype, torch.bfloat16)
+    for step, micro_batches in enumerate(case.used):
+        if case.abandon:
+            engine.set_gradient_accumulation_boundary(False)
+            x, y = micro_batch(step, 99, rank)
+            engine.backward(engine(x.to(dtype), y, 2**BRANCHES - 1))
+            engine.zero_grad()
+        for index in range(len(micro_batches)):
+            last = index == len(micro_batches) - 1
+            if case.by_hand:
+                engine.set_gradient_accumulation_boundary(last)
+            with engine.no_sync() if case.no_sync and not last else nullcontext():
+                engine.backward(loss_of(case, engine, step, index, rank, dtype))
+            if last or not (case.by_hand or case.no_sync):
+                engine.step()
+    weights = [safe_get_full_fp32_param(parameter).cpu() for parameter in model.parameters()]
+    errors = [
+        (weight.flatten() - expected.flatten()).abs().max().item()
+        for weight, expected in zip(weights, reference(case, world_size), strict=True)
+    ]
+    engine.destroy()
+    return max(errors) if all(error == error for error in errors) else float("inf")
+
+
+def worker(folder: Path) -> None:
+    import zerofix  # noqa: F401, I001
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    gc.freeze()  # see training.worker
+    prepare_accelerator()
+    deepspeed.init_distributed(
+        get_accelerator().communication_backend_name(),
+        auto_mpi_discovery=False,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+    )
+    answers: list[float | str] = []
+    for request in json.loads((folder / "request.json").read_text()):
+        used = tuple(tuple(map(tuple, step)) for step in request["used"])
+        case = Case(**request | {"used": used, "overflow": tuple(request["overflow"])})
+        try:
+            answers.append(train(case, rank, world_size))
+        except Exception as error:
+            if os.environ.get("TRAINING_TRACE"):
+                import traceback
+
+                traceback.print_exc()
+            answers.append(f"{type(error).__name__}: {error}")
+    if rank == 0:
+        (folder / "answer.json").write_text(json.dumps(answers))
+    torch.distributed.destroy_process_group()

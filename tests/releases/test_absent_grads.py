@@ -1,0 +1,122 @@
+"""A parameter without gradient has one of zero: absent_grads, its twin and reduction_order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import cache
+from itertools import product
+
+import pytest
+from absent import BRANCHES, Case, launch
+
+TOLERANCE = {"bf16-fp32": 5e-3}
+"""Elsewhere 2e-6. With bf16 and sums in fp32, each release rounds in places of its own."""
+
+ALL = 2**BRANCHES - 1
+Steps = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def alike(*steps: tuple[int, ...]) -> Steps:
+    """The branches that all ranks use, for each step and micro-batch."""
+    return tuple(tuple((used,) for used in step) for step in steps)
+
+
+STALE = alike((ALL,), (1,), (1,))
+LATE = alike((ALL, ALL), (0, ALL), (1, ALL))
+EARLY = alike((ALL, 1), (ALL, 0), (3, 6))
+OVERFLOW = alike((ALL, ALL), (ALL, 1), (1, 1))
+# The two have the same shapes: nothing but the numbers tells that they are not the same.
+EACH_ITS_OWN: Steps = (((1, 2),), ((4, 1),), ((2, 4),))
+
+# What stock does to them, in every release: wrong, with these numbers of ranks.
+ROADS = list(product((1, 2, 3), (False, True)))
+ZERO2_OFFLOAD_AND_3 = [(2, True), (3, False), (3, True)]
+WRONG = [
+    *((Case(stage, offload, STALE), 1) for stage, offload in [(1, True), *ZERO2_OFFLOAD_AND_3]),
+    *((Case(stage, offload, LATE), 1) for stage, offload in ZERO2_OFFLOAD_AND_3),
+    *((Case(stage, True, EARLY), 1) for stage in (2, 3)),
+    *(
+        (Case(stage, offload, OVERFLOW, dtype="fp16", overflow=(0, 1)), 1)
+        for stage, offload in [(1, True), *ZERO2_OFFLOAD_AND_3]
+    ),
+    (Case(1, False, EARLY, overlap_comm=True), 2),
+    (Case(1, False, EACH_ITS_OWN), 2),
+    *((Case(2, offload, EACH_ITS_OWN), 2) for offload in (False, True)),
+]
+
+
+def chosen(seed: int, world_size: int) -> Case:
+    """A case drawn by chance; with ZeRO-1/2, each rank has a pattern of its own."""
+    draw = random.Random(seed)
+    stage, offload = draw.choice(ROADS)
+    patterns = 1 if stage == 3 else world_size
+    dtype = draw.choice(["fp32", "fp32", "fp16", "bf16", "bf16-fp32"])
+    # ZeRO-1 has it wrong on several ranks up to 0.18, and without offload not in this optimizer.
+    dtype = "bf16" if (stage, dtype) == (1, "bf16-fp32") else dtype
+    accumulated = draw.randint(1, 4)
+    # By hand, gradients are summed and not averaged: training that amplifies what is rounded.
+    by_hand = draw.random() < 0.3 and dtype != "bf16-fp32"
+    used = tuple(
+        tuple(
+            tuple(draw.randrange(2**BRANCHES) for _ in range(patterns))
+            for _ in range(draw.randint(1, 4) if by_hand else accumulated)
+        )
+        for _ in range(4)
+    )
+    overflow = (-1, -1)
+    if dtype == "fp16" and draw.random() < 0.7:
+        step = draw.randrange(3)
+        overflow = (step, draw.randrange(len(used[step])))
+    return Case(
+        stage,
+        offload,
+        used,
+        optimizer="sgd" if dtype == "bf16-fp32" else draw.choice(["sgd", "adam"]),
+        dtype=dtype,
+        overlap_comm=draw.random() < 0.5,
+        by_hand=by_hand,
+        clipping=draw.choice([0.0, 0.0, 0.5]),
+        groups=draw.choice([1, 2]),
+        overflow=overflow,
+    )
+
+
+CHOSEN = [(chosen(seed, world_size), world_size) for world_size, seed in product((1, 2), range(60))]
+
+
+# What is thrown away with zero_grad does not come back, and no_sync goes with overlap_comm.
+SOME = alike((ALL, 1), (3, 6), (0, ALL))
+ABANDONED = [
+    (Case(stage, offload, SOME, by_hand=True, abandon=True), 1) for stage, offload in ROADS
+]
+NO_SYNC = [
+    (Case(1, offload, SOME, overlap_comm=overlap, no_sync=True), world_size)
+    for offload, overlap, world_size in product((False, True), (False, True), (1, 2))
+]
+
+
+@cache
+def errors(world_size: int, patched: bool) -> Mapping[Case, float | str]:
+    cases = dict.fromkeys(case for case, size in WRONG if size == world_size)
+    if patched:
+        more = CHOSEN + ABANDONED + NO_SYNC
+        cases |= dict.fromkeys(case for case, size in more if size == world_size)
+    return launch(list(cases), world_size, patched=patched)
+
+
+def error(case: Case, world_size: int, *, patched: bool) -> float:
+    told = errors(world_size, patched)[case]
+    if isinstance(told, str):
+        pytest.fail(told)
+    return told
+
+
+@pytest.mark.parametrize(("case", "world_size"), WRONG, ids=str)
+def test_stock_is_wrong(case: Case, world_size: int) -> None:
+    assert error(case, world_size, patched=False) > 1e-4
+
+
+@pytest.mark.parametrize(("case", "world_size"), WRONG + CHOSEN + ABANDONED + NO_SYNC, ids=str)
+def test_a_missing_gradient_is_zero(case: Case, world_size: int) -> None:
+    assert error(case, world_size, patched=True) <= TOLERANCE.get(case.dtype, 2e-6)

@@ -1,0 +1,149 @@
+"""ZeRO-1/2 goes wrong where a parameter has no gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from zerofix.fix import Around, Edit, Fix, Target
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from zerofix.config import Training
+
+_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+
+
+def include_absent(optimizer: Any) -> None:
+    """Take parameters without a gradient in this backward for ones with a gradient of zero.
+
+    Called when all others are reduced, and before it is forgotten which those were.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if all(optimizer.params_already_reduced) or is_left_alone(optimizer):
+        return
+    boundary = at_boundary(optimizer)
+    absent = [
+        (i, param)
+        for i, group in enumerate(optimizer.bit16_groups)
+        for param in group
+        if param.requires_grad and param.numel()
+        if not optimizer.params_already_reduced[optimizer.get_param_id(param)]
+    ]
+    if not optimizer.partition_gradients:
+        # What has its gradient from an earlier backward had no hook to reduce it in this one.
+        for i, param in absent if boundary else ():
+            fill(optimizer, param)
+            optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        optimizer.reduce_ipg_grads()
+    # Between the first backward of a step and the last, a partial sum stays as it is. Without
+    # offload the missing gradients of a partition are zero already.
+    elif optimizer.cpu_offload and (boundary or optimizer.micro_step_id == 0):
+        accelerator = get_accelerator()
+        overlap = optimizer.overlap_comm
+        # The stream that copies the others, for they share a buffer.
+        with accelerator.stream(
+            optimizer.reduction_stream if overlap else accelerator.current_stream()
+        ):
+            for _, param in absent:
+                if optimizer.is_param_in_current_partition[optimizer.get_param_id(param)]:
+                    fill(optimizer, param)
+                    optimizer.copy_grads_in_partition(param)
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """Whether this backward is the last of its step."""
+    boundary = optimizer.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
+
+
+def is_left_alone(optimizer: Any) -> bool:
+    """Whether missing gradients are somebody else's to treat."""
+    # ZenFlow has a schedule of its own; the others want DeepSpeed's assertion.
+    return getattr(optimizer, "zenflow", False) or (
+        optimizer.cpu_offload and not optimizer.ignore_unused_parameters
+    )
+
+
+def fill(optimizer: Any, param: Any) -> None:
+    """Give a parameter a gradient of zero, where it has none."""
+    import torch
+
+    if optimizer.get_gradient_for_reduction(param) is None:
+        if optimizer.use_grad_accum_attribute:
+            dtype = optimizer.gradient_accumulation_dtype
+            param.grad_accum = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        else:
+            param.grad = torch.zeros_like(param)
+
+
+def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let all ranks reduce all parameters, each in the same place of the same bucket."""
+
+    @functools.wraps(original)
+    def reduce_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (self.overlap_comm or self.partition_gradients or is_left_alone(self)):
+            for group in self.bit16_groups:
+                for param in group:
+                    if param.requires_grad:
+                        fill(self, param)
+        return original(self, *args, **kwargs)
+
+    return reduce_gradients
+
+
+def _hit_by(training: Training) -> bool | str:
+    if training.stage in (1, 2) and training.offloads_optimizer:
+        return "if a parameter has no gradient in some micro-batch or step"
+    # Without hooks, and with them before the last micro-batch of a step.
+    several = training.gradient_accumulation_steps > 1
+    return (
+        training.stage == 1
+        and (several or not training.overlap_comm)
+        and "if a parameter has no gradient in some micro-batch, with several ranks"
+    )
+
+
+FIX = Fix(
+    name="absent_grads",
+    title="ZeRO-1/2 takes a missing gradient for zero",
+    symptom=(
+        "ZeRO-1/2 with offload_optimizer, and parameters that have no gradient in some "
+        "micro-batches or steps (conditional layers, several heads, adapters): their last "
+        "gradient is applied again, the sum of the step before is added to theirs, or what they "
+        "had before the last micro-batch of a step is lost. After a non-finite gradient every "
+        "later step is skipped, or weights become NaN. ZeRO-1 without offload, with overlap_comm, "
+        "gradient accumulation and several ranks: the gradients of a parameter without one in the "
+        "last micro-batch are not reduced."
+    ),
+    cause=(
+        "What is done for a gradient is done from its hook alone. For a parameter whose hook does "
+        "not run, nobody zeroes its part of the fp32 gradient, starts its partial sum anew, or "
+        "passes that sum on."
+    ),
+    upstream=(),
+    introduced=None,
+    fixed=None,
+    hit_by=_hit_by,
+    targets=(
+        Target(
+            f"{_OPTIMIZER}.independent_gradient_partition_epilogue",
+            Edit(
+                find="""
+for i in range(len(self.params_already_reduced)):
+    self.params_already_reduced[i] = False
+""",
+                put="""
+from zerofix.patches.absent_grads import include_absent
+include_absent(self)
+for i in range(len(self.params_already_reduced)):
+    self.params_already_reduced[i] = False
+""",
+            ),
+        ),
+        Target(f"{_OPTIMIZER}.reduce_gradients", Around(_filling)),
+    ),
+)

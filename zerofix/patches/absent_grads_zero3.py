@@ -1,0 +1,116 @@
+"""ZeRO-3 goes wrong where a parameter has no gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from zerofix.fix import Around, Edit, Fix, Target
+from zerofix.patches.absent_grads import at_boundary
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from zerofix.config import Training
+
+_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note which parameters had a gradient in this backward."""
+
+    @functools.wraps(original)
+    def partition_grads(self: Any, params_to_release: Any, grad_partitions: Any) -> Any:
+        present = self.__dict__.setdefault("params_partitioned", set())
+        present.update([param.ds_id for param in params_to_release])
+        return original(self, params_to_release, grad_partitions)
+
+    return partition_grads
+
+
+def include_absent(optimizer: Any) -> None:
+    """Take parameters without a gradient in this backward for ones with a gradient of zero.
+
+    Called when all others are reduced.
+    """
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    present = optimizer.__dict__.pop("params_partitioned", ())
+    # SuperOffload partitions in its own way; ZenFlow has a schedule of its own.
+    if not present or getattr(optimizer, "zenflow", False):
+        return
+    boundary = at_boundary(optimizer)
+    # The first backward of a step writes over the sum of the step before, and with offload the
+    # last one passes the sum on. Between them a sum stays as it is.
+    if optimizer.micro_step_id and not (boundary and optimizer.offload_optimizer):
+        return
+    absent = [
+        param
+        for group in optimizer.fp16_groups
+        for param in group
+        if param.requires_grad and param.ds_id not in present
+    ]
+    if not absent:
+        return
+    accelerator = get_accelerator()
+    device = accelerator.current_device_name()
+    zero = torch.zeros((), dtype=optimizer.gradient_accumulation_dtype, device=device)
+    # The stream of all other writes to the sums.
+    with accelerator.stream(optimizer.reduce_and_partition_stream):
+        for param in absent:
+            param.grad = torch.empty_like(param.data)  # some releases want one to free
+        optimizer.partition_grads(absent, [zero.expand(p.partition_numel()) for p in absent])
+    if not accelerator.resolves_data_dependency():
+        optimizer.reduce_and_partition_stream.synchronize()
+    del optimizer.params_partitioned
+
+
+def _hit_by(training: Training) -> bool | str:
+    return training.stage == 3 and "if a parameter has no gradient in some micro-batch or step"
+
+
+FIX = Fix(
+    name="absent_grads_zero3",
+    title="ZeRO-3 takes a missing gradient for zero",
+    symptom=(
+        "ZeRO-3, with or without offload, and parameters that have no gradient in some "
+        "micro-batches or steps (conditional layers, several heads, adapters): their last "
+        "gradient is applied again, or the sum of the step before is added to theirs; with "
+        "offload_optimizer, what they had before the last micro-batch of a step is lost. After a "
+        "non-finite gradient every later step is skipped, or weights become NaN."
+    ),
+    cause=(
+        "The buffer of a parameter's summed gradient is overwritten only by a gradient in the "
+        "first micro-batch of a step, and copied to the offloaded optimizer only by one in the "
+        "last."
+    ),
+    upstream=(),
+    introduced=None,
+    fixed=None,
+    hit_by=_hit_by,
+    targets=(
+        Target(f"{_OPTIMIZER}.partition_grads", Around(_noting)),
+        Target(
+            f"{_OPTIMIZER}.independent_gradient_partition_epilogue",
+            Edit(
+                find="""
+for param_id in self.params_already_reduced.keys():
+    self.params_already_reduced[param_id] = False
+""",
+                put="""
+for param_id in self.params_already_reduced.keys():
+    self.params_already_reduced[param_id] = False
+from zerofix.patches.absent_grads_zero3 import include_absent
+include_absent(self)
+""",
+            ),
+        ),
+    ),
+    limits=(
+        "SuperOffload, which partitions gradients in its own way, is not reached. Ranks that have "
+        "gradients of different parameters in a micro-batch still add them to each other: see "
+        "set_z3_leaf_modules of DeepSpeed."
+    ),
+)

@@ -1,0 +1,86 @@
+"""Gradients that were thrown away come back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from zerofix.fix import Around, Fix, Target
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from zerofix.config import Training
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note in which micro-step of the engine the last backward was."""
+
+    @functools.wraps(original)
+    def allreduce_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.last_reduced_micro_step = self.micro_steps
+        return original(self, *args, **kwargs)
+
+    return allreduce_gradients
+
+
+def _forgetting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Throw away what backwards that no ``engine.step`` followed have summed up.
+
+    After a step it stays as it is: who zeroes before every micro-batch means no harm.
+    """
+
+    @functools.wraps(original)
+    def zero_grad(self: Any) -> Any:
+        if (
+            self.zero_optimization()
+            and self.__dict__.get("last_reduced_micro_step") == self.micro_steps
+        ):
+            _forget(self.optimizer)
+        return original(self)
+
+    return zero_grad
+
+
+def _forget(optimizer: Any) -> None:
+    optimizer.zero_grad()  # with ZeRO-3 this is all
+    if hasattr(optimizer, "partition_gradients"):
+        optimizer.micro_step_id = -1
+        optimizer.averaged_gradients.clear()
+        getattr(optimizer, "all_grad_tensors", {}).clear()
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+
+
+def _hit_by(training: Training) -> bool | str:
+    return training.stage > 1 and "if engine.zero_grad() is to throw a backward away"
+
+
+FIX = Fix(
+    name="zero_grad",
+    title="engine.zero_grad() throws away the sums of the backwards before it",
+    symptom=(
+        "ZeRO-2/3, and engine.zero_grad() after a backward instead of engine.step(), as for a "
+        "batch with a loss that is not finite: its gradients are in the next step all the same."
+    ),
+    cause=(
+        "engine.zero_grad() clears the gradients of the model, and ZeRO has its sums of them in "
+        "buffers of its own."
+    ),
+    upstream=(),
+    introduced=None,
+    fixed=None,
+    hit_by=_hit_by,
+    targets=(
+        Target(f"{_ENGINE}.allreduce_gradients", Around(_noting)),
+        Target(f"{_ENGINE}.zero_grad", Around(_forgetting)),
+    ),
+    limits=(
+        "After an engine.step() in the middle of an accumulation the sums stay, as in every "
+        "release: the engine goes on counting micro-batches, and programs that zero gradients "
+        "before each one would train on the last alone."
+    ),
+)

@@ -1,0 +1,127 @@
+"""Hands parameters to the reduction in the same order on all ranks, whichever have a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ReductionOrder:
+    """The order of one optimizer's parameters, and how far this backward has come in it.
+
+    Ranks fill their buckets as gradients come. Where one rank has a gradient that another has
+    not, all that follow would be added to those of other parameters. Here a parameter waits for
+    its turn, and one without gradient gets zeros when its turn comes.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Any,
+        fill: Callable[[nn.Parameter], None],
+        reduce: Callable[[nn.Parameter], None],
+    ) -> None:
+        """Start with the order given, until the first backward shows a better one.
+
+        Args:
+            parameters: those that can have a gradient, in the same order on all ranks.
+            group: the process group that reduces them.
+            fill: gives a parameter a gradient of zero.
+            reduce: hands a parameter to the reduction.
+        """
+        self._parameters = list(parameters)
+        self._positions = {parameter: k for k, parameter in enumerate(self._parameters)}
+        self._group = group
+        self._fill = fill
+        self._reduce = reduce
+        self._next = 0
+        self._waiting: dict[int, Any] = {}
+        """Position to the event that marks the gradient, for those whose turn it is not."""
+        self._arrived: list[nn.Parameter] | None = []
+        """In the order of their hooks, in the first backward."""
+        self._task = -1
+        self._nested = False
+        """Whether a backward ran inside of another: autograd knows of the inner one alone."""
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        """Take a parameter whose gradient is there, from its hook."""
+        position = self._positions[parameter]
+        if self._arrived is not None:
+            self._arrived.append(parameter)
+        task = torch._C._current_graph_task_id()
+        self._nested |= self._task not in (-1, task)
+        self._task = task
+        if position == self._next and not self._waiting:
+            self._next += 1
+            self._reduce(parameter)
+        elif position < self._next:  # a second gradient is for DeepSpeed to judge
+            self._reduce(parameter)
+        else:
+            self._waiting[position] = _event()
+            self._hand_on(lambda parameter: self._will_come(parameter))
+
+    def finish(self) -> None:
+        """Take all others for absent, at the end of a backward. A collective the first time."""
+        self._hand_on(lambda parameter: False)
+        self._next, self._task = 0, -1
+        if self._arrived is not None:
+            self._learn(self._arrived)
+            self._arrived = None
+
+    def _hand_on(self, will_come: Callable[[nn.Parameter], bool]) -> None:
+        while self._next < len(self._parameters):
+            parameter = self._parameters[self._next]
+            if self._next in self._waiting:
+                _wait(self._waiting.pop(self._next))
+            elif will_come(parameter):
+                return
+            else:
+                self._fill(parameter)
+            self._next += 1
+            self._reduce(parameter)
+
+    def _will_come(self, parameter: nn.Parameter) -> bool:
+        """Whether to wait for a gradient: unless autograd says that there will be none."""
+        if not self._waiting or self._arrived is not None or self._nested or self._task == -1:
+            return True
+        from torch.autograd.graph import _get_grad_fn_or_grad_acc
+
+        node = _get_grad_fn_or_grad_acc(parameter)
+        return torch._C._will_engine_execute_node(node)
+
+    def _learn(self, arrived: Sequence[nn.Parameter]) -> None:
+        """Take over the order in which gradients came on the first rank."""
+        from deepspeed import comm
+        from deepspeed.accelerator import get_accelerator
+
+        came = {parameter: k for k, parameter in enumerate(arrived)}
+        key, keys = -1, []
+        for parameter in self._parameters:
+            key = came.get(parameter, key)  # an absent one stays behind its neighbour
+            keys.append(key)
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        message = torch.tensor(order, device=get_accelerator().current_device_name())
+        comm.broadcast(message, comm.get_global_rank(self._group, 0), group=self._group)
+        self._parameters = [self._parameters[k] for k in message.tolist()]
+        self._positions = {parameter: k for k, parameter in enumerate(self._parameters)}
+
+
+def _event() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().resolves_data_dependency():
+        return None
+    event = get_accelerator().Event()
+    event.record(get_accelerator().current_stream())
+    return event
+
+
+def _wait(event: Any) -> None:
+    """Gradients may come on another stream than the one that hands them on."""
+    from deepspeed.accelerator import get_accelerator
+
+    if event is not None:
+        get_accelerator().current_stream().wait_event(event)
