@@ -38,7 +38,7 @@ def include_absent(optimizer: Any) -> None:
     from deepspeed.accelerator import get_accelerator
 
     present = optimizer.__dict__.pop("params_partitioned", ())
-    # SuperOffload partitions in its own way; ZenFlow has a schedule of its own.
+    # SuperOffload comes by here with the fixes of its own only; ZenFlow has a schedule of its own.
     if not present or getattr(optimizer, "zenflow", False):
         return
     boundary = at_boundary(optimizer)
@@ -109,7 +109,7 @@ include_absent(self)
         ),
     ),
     limits=(
-        "SuperOffload, which partitions gradients in its own way, is not reached. Ranks that have "
+        "SuperOffload is reached where superoffload or superoffload_step is applied. Ranks that have "
         "gradients of different parameters in a micro-batch still add them to each other: see "
         "set_z3_leaf_modules of DeepSpeed."
     ),

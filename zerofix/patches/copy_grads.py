@@ -114,8 +114,4 @@ if not self.is_gradient_accumulation_boundary:
         Target(f"{_OPTIMIZER}.load_state_dict", Around(_discarding)),
         Target("deepspeed.runtime.engine:DeepSpeedEngine.zero_grad", Around(_discarding_of_engine)),
     ),
-    limits=(
-        "A parameter that has no gradient in the last backward of a step still loses those of the "
-        "earlier ones, as in every release of DeepSpeed."
-    ),
 )
