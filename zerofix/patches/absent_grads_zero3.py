@@ -109,8 +109,8 @@ include_absent(self)
         ),
     ),
     limits=(
-        "SuperOffload is reached where superoffload or superoffload_step is applied. Ranks that have "
-        "gradients of different parameters in a micro-batch still add them to each other: see "
-        "set_z3_leaf_modules of DeepSpeed."
+        "SuperOffload is reached where superoffload or superoffload_step is applied. Where ranks "
+        "have gradients of different parameters in a micro-batch, these are still added to each "
+        "other: see set_z3_leaf_modules of DeepSpeed."
     ),
 )
