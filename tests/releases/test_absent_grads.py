@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from functools import cache
 from itertools import product
+from subprocess import TimeoutExpired
 
 import pytest
 from absent import BRANCHES, Case, launch
@@ -102,7 +103,11 @@ def errors(world_size: int, patched: bool) -> Mapping[Case, float | str]:
     if patched:
         more = CHOSEN + ABANDONED + NO_SYNC
         cases |= dict.fromkeys(case for case, size in more if size == world_size)
-    return launch(list(cases), world_size, patched=patched)
+    try:
+        return launch(list(cases), world_size, patched=patched)
+    except (RuntimeError, TimeoutExpired) as error:
+        # Once is enough: every test of the group would wait for the same end.
+        return dict.fromkeys(cases, str(error))
 
 
 def error(case: Case, world_size: int, *, patched: bool) -> float:
