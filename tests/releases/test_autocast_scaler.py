@@ -9,7 +9,9 @@ from packaging.version import Version
 from processes import answer
 
 INSTALLED = Version(version("deepspeed"))
-pytestmark = pytest.mark.skipif(Version("0.17.2") > INSTALLED, reason="has no torch_autocast")
+pytestmark = pytest.mark.skipif(
+    Version("0.17.6") > INSTALLED, reason="torch_autocast is not there, or ZeRO-3 has it otherwise"
+)
 
 PROGRAM = """
 import json, os, zerofix, torch, deepspeed
