@@ -48,10 +48,10 @@ WRONG = [
 
 
 def chosen(seed: int, world_size: int) -> Case:
-    """A case drawn by chance; with ZeRO-1/2, each rank has a pattern of its own."""
+    """A case drawn by chance, in which each rank has a pattern of its own."""
     draw = random.Random(seed)
-    stage, offload = draw.choice(ROADS)
-    patterns = 1 if stage == 3 else world_size
+    # ZeRO-3 on two ranks of a CPU is wrong now and then, on stock and with all gradients there.
+    stage, offload = draw.choice(ROADS if world_size == 1 else [r for r in ROADS if r[0] < 3])
     dtype = draw.choice(["fp32", "fp32", "fp16", "bf16", "bf16-fp32"])
     # ZeRO-1 has it wrong on several ranks up to 0.18, and without offload not in this optimizer.
     dtype = "bf16" if (stage, dtype) == (1, "bf16-fp32") else dtype
@@ -60,7 +60,7 @@ def chosen(seed: int, world_size: int) -> Case:
     by_hand = draw.random() < 0.3 and dtype != "bf16-fp32"
     used = tuple(
         tuple(
-            tuple(draw.randrange(2**BRANCHES) for _ in range(patterns))
+            tuple(draw.randrange(2**BRANCHES) for _ in range(world_size))
             for _ in range(draw.randint(1, 4) if by_hand else accumulated)
         )
         for _ in range(4)
