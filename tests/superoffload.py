@@ -380,15 +380,16 @@ def stock() -> Iterator[None]:
     """DeepSpeed without the fixes of SuperOffload."""
     import zerofix
 
-    ours = {"superoffload", "superoffload_step"}
-    applied = {fix.name for fix in zerofix.status().fixes if fix.state.value == "applied"}
+    applied = [fix.name for fix in zerofix.status().fixes if fix.state.value == "applied"]
+    ours = [name for name in applied if name.startswith("superoffload")]
     zerofix.revert()
-    for name in applied - ours:
-        zerofix.apply(name)
+    for name in applied:
+        if name not in ours:
+            zerofix.apply(name)
     try:
         yield
     finally:
-        for name in applied & ours:
+        for name in ours:
             zerofix.apply(name)
 
 
