@@ -92,6 +92,15 @@ EXAMPLES = {
     "bucket_overlap": ("0.17.5", [(zero(2, overlap_comm=True), BUCKETS)], [zero(2), zero(3)]),
     "superoffload": ("0.18.8", [(zero(3, offload_optimizer=SUPER), True)], [zero(3), OFFLOAD]),
     "superoffload_step": ("0.19.8", [(zero(3, offload_optimizer=SUPER), True)], [zero(3), OFFLOAD]),
+    "autocast_scaler": (
+        "0.19.8",
+        [(zero(2) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, True)],
+        [
+            zero(2) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            zero(2) | {"torch_autocast": {"enabled": False, "dtype": "float16"}},
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        ],
+    ),
     "zero3_reduce_stream": ("0.18.7", [(zero(3), STREAMS)], [zero(3, overlap_comm=False), zero(2)]),
 }
 

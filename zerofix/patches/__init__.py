@@ -2,6 +2,7 @@
 
 from zerofix.fix import Fix
 from zerofix.patches import (
+    autocast_scaler,
     average_tensor,
     bucket_index,
     bucket_overlap,
@@ -27,4 +28,5 @@ CATALOGUE: tuple[Fix, ...] = (
     zero3_reduce_stream.FIX,
     superoffload.FIX,
     superoffload_step.FIX,
+    autocast_scaler.FIX,
 )
