@@ -20,14 +20,25 @@ TABLE = json.loads(Path("zerofix", "releases.json").read_text())
 EVERY = TABLE["releases"]
 
 
-def covering() -> set[str]:
-    """A few releases that have, together, every body that a target of a fix has in any release."""
-    left = [set(releases) for bodies in TABLE["targets"].values() for releases in bodies.values()]
-    chosen = set()
+def covering() -> dict[str, list[str]]:
+    """Releases and fixes: each fix once for each of the wrong codes that releases have."""
+    bodies = {
+        (path, release): body
+        for path, found in TABLE["targets"].items()
+        for body, releases in found.items()
+        for release in releases
+    }
+    left: dict[tuple[str, ...], set[str]] = {}
+    for fix, verdicts in TABLE["verdicts"].items():
+        for release in EVERY:
+            code = [bodies[path, release] for path in verdicts]
+            if all(verdicts[p][body] != "right" for p, body in zip(verdicts, code, strict=True)):
+                left.setdefault((fix, *code), set()).add(release)
+    chosen = {}
     while left:
-        best = max(EVERY, key=lambda release: sum(release in releases for releases in left))
-        chosen.add(best)
-        left = [releases for releases in left if best not in releases]
+        best = max(EVERY, key=lambda release: sum(release in found for found in left.values()))
+        chosen[best] = [fix for (fix, *_), found in left.items() if best in found]
+        left = {code: found for code, found in left.items() if best not in found}
     return chosen
 
 
@@ -73,10 +84,16 @@ def quick(session: nox.Session) -> None:
         session.error(f"not as releases.json says: {', '.join(failed)}")
 
 
+@nox.session(venv_backend="none", tags=["ci"], default=False)
+def reproductions(session: nox.Session) -> None:
+    """zerofix verify, of each fix on one release for each code that it repairs."""
+    for deepspeed, fixes in covering().items():
+        env = shared_operations(installed(deepspeed))
+        session.run(sys.executable, "-m", "zerofix", "verify", *fixes, env=env)
+
+
 @nox.session(venv_backend="none")
-@nox.parametrize(
-    "deepspeed", EVERY, ids=EVERY, tags=[["ci"] if r in covering() else [] for r in EVERY]
-)
+@nox.parametrize("deepspeed", EVERY, ids=EVERY)
 def verify(session: nox.Session, deepspeed: str) -> None:
     """zerofix verify; with `-- --write` its result goes to benchmarks/results."""
     env = shared_operations(installed(deepspeed))

@@ -34,7 +34,8 @@ def engine(kind: str, clipping: float, width: int, layers: int):
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
     made, *_ = deepspeed.initialize(
         model=model,
-        optimizer=DeepSpeedCPUAdam(model.parameters()),
+        # So small that gradients stay too small to be clipped.
+        optimizer=DeepSpeedCPUAdam(model.parameters(), lr=1e-9),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": clipping,
@@ -77,6 +78,8 @@ def measure(clipping: float, blocks: int, batch: int, width: int, layers: int) -
             took = seconds(made, batch, width)
             if block:
                 times[kind].append(took)
+    if clipping:
+        assert engines["plain"].get_global_grad_norm() < clipping
     for kind, made in engines.items():
         if kind == "stock":
             made.optimizer.superoffload_cpu_optimizer.close()
@@ -93,7 +96,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=16)
     options = parser.parse_args()
 
     import deepspeed

@@ -85,7 +85,9 @@ class ReductionOrder:
 
     def _will_come(self, parameter: nn.Parameter) -> bool:
         """Whether to wait for a gradient: unless autograd says that there will be none."""
-        if not self._waiting or self._arrived is not None or self._nested or self._task == -1:
+        if not parameter.requires_grad:  # frozen since
+            return False
+        if not self._waiting or self._nested or self._task == -1:
             return True
         from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
@@ -98,10 +100,8 @@ class ReductionOrder:
         from deepspeed.accelerator import get_accelerator
 
         came = {parameter: k for k, parameter in enumerate(arrived)}
-        key, keys = -1, []
-        for parameter in self._parameters:
-            key = came.get(parameter, key)  # an absent one stays behind its neighbour
-            keys.append(key)
+        # Who is absent comes last: nobody waits for it.
+        keys = [came.get(parameter, len(came)) for parameter in self._parameters]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         message = torch.tensor(order, device=get_accelerator().current_device_name())
         comm.broadcast(message, comm.get_global_rank(self._group, 0), group=self._group)

@@ -22,7 +22,7 @@ def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce_ready_partitions_and_remove_grads(self: Any, param: Any, i: int) -> Any:
         order = _order(self)
         # Without hooks ZeRO-1 reduces in the order of its groups.
-        if order is None or not (self.partition_gradients or self.overlap_comm):
+        if order is None or not param.numel() or not (self.partition_gradients or self.overlap_comm):
             return original(self, param, i)
         # A gradient that is not whole comes again, and ZeRO-1 takes none before the boundary.
         if getattr(param, "ds_grad_is_ready", True) and (
@@ -58,7 +58,7 @@ def _order(optimizer: Any) -> Any:
             param: i
             for i, params in enumerate(optimizer.bit16_groups)
             for param in params
-            if param.requires_grad and param.numel()
+            if param.numel()
         }
         optimizer.reduction_order = (
             None
