@@ -9,7 +9,6 @@ what there is, and writes nothing.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -68,21 +67,15 @@ def main() -> None:
     parser.add_argument("--try-out", action="store_true")
     arguments = parser.parse_args()
 
-    import deepspeed
     import torch.distributed
-    from deepspeed.accelerator import get_accelerator
     from results import write
 
+    from zerofix.repro._training import join_world_of_one
     from zerofix.settings import bucket_copy
 
     if not torch.cuda.is_available() and not arguments.try_out:
         sys.exit("average_tensor needs a GPU that torch.cuda knows; --try-out tries it out")
-    os.environ.setdefault("LOCAL_RANK", "0")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = get_accelerator().communication_backend_name()
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+    join_world_of_one()
 
     figures = []
     for name, (width, layers) in MODELS.items():

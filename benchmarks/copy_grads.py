@@ -8,7 +8,6 @@ Writes benchmarks/results/copy_grads.json. Needs a release that has the defect.
 """
 
 import argparse
-import os
 import statistics
 import time
 
@@ -53,17 +52,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=25)
     blocks = parser.parse_args().blocks
 
-    import deepspeed
-    import torch.distributed
-    from deepspeed.accelerator import get_accelerator
     from results import write
 
-    os.environ.setdefault("LOCAL_RANK", "0")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = get_accelerator().communication_backend_name()
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+    from zerofix.repro._training import join_world_of_one
+
+    join_world_of_one()
 
     figures = []
     for stage in (1, 2):

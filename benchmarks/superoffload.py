@@ -99,12 +99,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     options = parser.parse_args()
 
-    import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
     from results import write
 
-    os.environ.setdefault("LOCAL_RANK", "0")
+    from zerofix.repro._training import join_world_of_one
+
     accelerator = get_accelerator()
     device = accelerator.device_name()
     if device == "cpu":
@@ -113,11 +113,7 @@ def main() -> None:
         from zerofix.repro import _superoffload
 
         _superoffload.stand_in()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = accelerator.communication_backend_name()
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+    join_world_of_one()
 
     parameters = options.layers * (options.width**2 + options.width)
     figures = [

@@ -8,7 +8,6 @@ Without a GPU there are no streams, and the difference is 0.
 """
 
 import json
-import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -92,16 +91,10 @@ def train(stage: int, compiled: bool, *, streams: bool) -> list[Any]:
 
 def main() -> None:
     import zerofix  # noqa: F401, I001
-    import deepspeed
     import torch
-    from deepspeed.accelerator import get_accelerator
+    from zerofix.repro._training import join_world_of_one
 
-    os.environ.setdefault("LOCAL_RANK", "0")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = get_accelerator().communication_backend_name()
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+    join_world_of_one()
     layout = json.loads(sys.argv[1])
     expected, found = (train(**layout, streams=streams) for streams in (False, True))
     errors = [(a - b).abs().max() for a, b in zip(found, expected, strict=True)]

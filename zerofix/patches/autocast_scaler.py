@@ -15,7 +15,7 @@ def back_off(scaler: GradScaler) -> None:
     """Lower the scale as for an overflow, by a step that has one."""
     import torch
 
-    parameter = torch.zeros(1, device=scaler.scale(torch.ones(1)).device, requires_grad=True)
+    parameter = torch.zeros(1, requires_grad=True)
     parameter.grad = torch.full_like(parameter, float("inf"))
     scaler.step(torch.optim.SGD([parameter]))
     scaler.update()

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from zerofix.config import Training
 
 
-def _hit_by(training: Training) -> bool | str:
+def hit_by(training: Training) -> bool | str:
     if training.stage not in (1, 2) or not training.overlap_comm:
         return False
     return "if the gradients are more than one bucket holds (reduce_bucket_size), on a GPU"
@@ -29,7 +29,7 @@ FIX = Fix(
     upstream=("#7371", "#7805"),
     introduced="0.17.2",
     fixed="0.17.5",
-    hit_by=_hit_by,
+    hit_by=hit_by,
     targets=(
         Target(
             "deepspeed.runtime.zero.stage_1_and_2:IPGBucket.clear",

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from zerofix.fix import Edit, Fix, Target
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from zerofix.config import Training
+from zerofix.patches import bucket_index
 
 _MODULE = "deepspeed.runtime.zero.stage_1_and_2"
-
-
-def _hit_by(training: Training) -> bool | str:
-    if training.stage not in (1, 2) or not training.overlap_comm:
-        return False
-    return "if the gradients are more than one bucket holds (reduce_bucket_size), on a GPU"
 
 
 FIX = Fix(
@@ -33,7 +24,7 @@ FIX = Fix(
     upstream=("#7805",),
     introduced="0.17.5",
     fixed="0.18.5",
-    hit_by=_hit_by,
+    hit_by=bucket_index.hit_by,
     # That wait was also all that kept buffers and gradients from being used again too early.
     needs=("average_tensor", "grad_lifetime"),
     targets=(
