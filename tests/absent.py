@@ -50,6 +50,13 @@ class Case:
     """Before each step one more backward, that is thrown away with ``zero_grad``."""
     no_sync: bool = False
     """All but the last micro-batch of a step run under ``engine.no_sync()``."""
+    frozen: tuple[int, ...] = ()
+    """Steps in which the last layer is frozen."""
+    emptied: tuple[int, ...] = ()
+    """Steps before which ``zero_grad`` throws all gradients away."""
+    heads: bool = False
+    """A step is two backwards, with nothing set by hand: its own, and one of the layer that no
+    branch uses."""
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", "offload" if self.offload else "no-offload", self.optimizer]
@@ -59,8 +66,15 @@ class Case:
         words += [f"groups{self.groups}"] * (self.groups > 1)
         words += ["overflow{}.{}".format(*self.overflow)] * (self.overflow[0] >= 0)
         words += ["abandon"] * self.abandon + ["no-sync"] * self.no_sync
+        words += [f"frozen{self.frozen}"] * bool(self.frozen) + ["heads"] * self.heads
+        words += [f"emptied{self.emptied}"] * bool(self.emptied)
         steps = ("-".join(".".join(map(str, ranks)) for ranks in step) for step in self.used)
         return " ".join([*words, "_".join(steps)])
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether the model has a parameter without elements: not every release knows them."""
+        return bool(self.frozen) and self.stage < 3 and not self.offload
 
     @property
     def accumulated(self) -> int:
@@ -81,7 +95,7 @@ def launch(
     return dict(zip(cases, answers, strict=True))
 
 
-def build_model() -> nn.Module:
+def build_model(case: Case) -> nn.Module:
     import torch
     from torch import nn
 
@@ -109,9 +123,15 @@ def build_model() -> nn.Module:
             self.branches = Branches()
             self.never = nn.Linear(4, 5)
             self.last = nn.Linear(16, 4)
+            self.empty = nn.Parameter(torch.empty(0)) if case.has_empty else None
 
         def forward(self, x: Tensor, y: Tensor, used: int) -> Tensor:
+            if used < 0:
+                head: Tensor = self.never(x[:, :4]).float().square().mean()
+                return head
             output: Tensor = self.last(self.branches(torch.tanh(self.first(x)), used))
+            if self.empty is not None:
+                output = output + self.empty.sum()
             return 10 * torch.nn.functional.mse_loss(output.float(), y)
 
     torch.manual_seed(0)
@@ -148,7 +168,7 @@ def reference(case: Case, world_size: int) -> list[Tensor]:
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(case.dtype, torch.bfloat16)
     sums = torch.float32 if case.dtype == "bf16-fp32" else dtype
     scale = LOSS_SCALE if dtype == torch.float16 else 1.0
-    model = build_model().to(dtype)
+    model = build_model(case).to(dtype)
     parameters = list(model.parameters())
     masters = [parameter.detach().float().clone() for parameter in parameters]
     optimizer = build_optimizer(case, masters)
@@ -160,7 +180,13 @@ def reference(case: Case, world_size: int) -> list[Tensor]:
             average = [torch.zeros_like(grad) for grad in total]
             for rank in range(world_size):
                 loss = loss_of(case, model, step, index, rank, dtype) / case.accumulated * scale
+                if case.heads:
+                    loss = loss + model(*micro_batch(step, index, rank), -1)
                 grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+                if step in case.emptied:
+                    grads = (None,) * len(grads)
+                elif step in case.frozen:
+                    grads = (*grads[:-2], None, None)
                 for k, grad in enumerate(grads):
                     if grad is not None:
                         average[k] += grad.to(sums) / world_size
@@ -223,7 +249,7 @@ def train(case: Case, rank: int, world_size: int) -> float:
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
-    model = build_model()
+    model = build_model(case)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=build_optimizer(case, list(model.parameters())),
@@ -231,6 +257,8 @@ def train(case: Case, rank: int, world_size: int) -> float:
     )
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(case.dtype, torch.bfloat16)
     for step, micro_batches in enumerate(case.used):
+        if case.frozen:
+            model.last.requires_grad_(step not in case.frozen)
         if case.abandon:
             engine.set_gradient_accumulation_boundary(False)
             x, y = micro_batch(step, 99, rank)
@@ -242,12 +270,19 @@ def train(case: Case, rank: int, world_size: int) -> float:
                 engine.set_gradient_accumulation_boundary(last)
             with engine.no_sync() if case.no_sync and not last else nullcontext():
                 engine.backward(loss_of(case, engine, step, index, rank, dtype))
+            if case.heads:
+                x, y = micro_batch(step, index, rank)
+                engine.backward(engine(x.to(dtype), y, -1))
+            if step in case.emptied:
+                engine.zero_grad()
             if last or not (case.by_hand or case.no_sync):
                 engine.step()
-    weights = [safe_get_full_fp32_param(parameter).cpu() for parameter in model.parameters()]
+    if case.frozen:
+        model.last.requires_grad_(True)
     errors = [
-        (weight.flatten() - expected.flatten()).abs().max().item()
-        for weight, expected in zip(weights, reference(case, world_size), strict=True)
+        (safe_get_full_fp32_param(parameter).cpu().flatten() - right.flatten()).abs().max().item()
+        for parameter, right in zip(model.parameters(), reference(case, world_size), strict=True)
+        if right.numel()
     ]
     engine.destroy()
     return max(errors) if all(error == error for error in errors) else float("inf")
@@ -272,8 +307,9 @@ def worker(folder: Path) -> None:
     )
     answers: list[float | str] = []
     for request in json.loads((folder / "request.json").read_text()):
+        lists = {name: tuple(value) for name, value in request.items() if isinstance(value, list)}
         used = tuple(tuple(map(tuple, step)) for step in request["used"])
-        case = Case(**request | {"used": used, "overflow": tuple(request["overflow"])})
+        case = Case(**request | lists | {"used": used})
         try:
             answers.append(train(case, rank, world_size))
         except Exception as error:

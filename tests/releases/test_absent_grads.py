@@ -95,13 +95,31 @@ NO_SYNC = [
     (Case(1, offload, SOME, overlap_comm=overlap, no_sync=True), world_size)
     for offload, overlap, world_size in product((False, True), (False, True), (1, 2))
 ]
+# What programs do beside: freeze layers for a while, take a step without gradients, or one after
+# two backwards each of which says that it is the last.
+FROZEN = [
+    (Case(stage, offload, SOME, overlap_comm=overlap, frozen=frozen), world_size)
+    for (stage, offload), overlap, frozen, world_size in product(
+        ROADS, (False, True), ((1,), (0,)), (1, 2)
+    )
+    if world_size == 1 or stage < 3
+]
+EMPTIED = [
+    (Case(stage, offload, SOME, emptied=(1,), optimizer=optimizer), 1)
+    for (stage, offload), optimizer in product(ROADS, ("sgd", "adam"))
+]
+HEADS = [
+    (Case(stage, offload, alike((ALL,), (1,), (6,)), heads=True), 1)
+    for stage, offload in [(2, True), (3, False), (3, True)]
+]
+BESIDE = ABANDONED + NO_SYNC + FROZEN + EMPTIED + HEADS
 
 
 @cache
 def errors(world_size: int, patched: bool) -> Mapping[Case, float | str]:
     cases = dict.fromkeys(case for case, size in WRONG if size == world_size)
     if patched:
-        more = CHOSEN + ABANDONED + NO_SYNC
+        more = CHOSEN + BESIDE
         cases |= dict.fromkeys(case for case, size in more if size == world_size)
     try:
         return launch(list(cases), world_size, patched=patched)
@@ -122,6 +140,6 @@ def test_stock_is_wrong(case: Case, world_size: int) -> None:
     assert error(case, world_size, patched=False) > 1e-4
 
 
-@pytest.mark.parametrize(("case", "world_size"), WRONG + CHOSEN + ABANDONED + NO_SYNC, ids=str)
+@pytest.mark.parametrize(("case", "world_size"), WRONG + CHOSEN + BESIDE, ids=str)
 def test_a_missing_gradient_is_zero(case: Case, world_size: int) -> None:
     assert error(case, world_size, patched=True) <= TOLERANCE.get(case.dtype, 2e-6)

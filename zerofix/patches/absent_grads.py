@@ -21,37 +21,79 @@ def include_absent(optimizer: Any) -> None:
 
     Called when all others are reduced, and before it is forgotten which those were.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    if all(optimizer.params_already_reduced) or is_left_alone(optimizer):
+    if is_left_alone(optimizer):
         return
     boundary = at_boundary(optimizer)
-    absent = [
-        (i, param)
-        for i, group in enumerate(optimizer.bit16_groups)
-        for param in group
-        if param.requires_grad and param.numel()
-        if not optimizer.params_already_reduced[optimizer.get_param_id(param)]
-    ]
-    if not optimizer.partition_gradients:
-        # What has its gradient from an earlier backward had no hook to reduce it in this one.
-        for i, param in absent if boundary else ():
-            fill(optimizer, param)
-            optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, i)
-        optimizer.reduce_ipg_grads()
-    # Between the first backward of a step and the last, a partial sum stays as it is. Without
-    # offload the missing gradients of a partition are zero already.
-    elif optimizer.cpu_offload and (boundary or optimizer.micro_step_id == 0):
-        accelerator = get_accelerator()
-        overlap = optimizer.overlap_comm
-        # The stream that copies the others, for they share a buffer.
-        with accelerator.stream(
-            optimizer.reduction_stream if overlap else accelerator.current_stream()
-        ):
-            for _, param in absent:
-                if optimizer.is_param_in_current_partition[optimizer.get_param_id(param)]:
-                    fill(optimizer, param)
-                    optimizer.copy_grads_in_partition(param)
+    reduced = optimizer.params_already_reduced
+    passed_on = optimizer.__dict__.setdefault("passed_on", [None] * len(reduced))
+    if not all(reduced):
+        absent = [
+            (i, param)
+            for i, group in enumerate(optimizer.bit16_groups)
+            for param in group
+            if param.numel() and not reduced[optimizer.get_param_id(param)]
+        ]
+        if optimizer.partition_gradients:
+            _include_in_zero2(optimizer, absent, passed_on, boundary)
+        elif boundary and not is_over(optimizer):
+            # What has its gradient from an earlier backward had no hook to reduce it in this one.
+            for i, param in absent:
+                fill(optimizer, param)
+                optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, i)
+            optimizer.reduce_ipg_grads()
+    for k, present in enumerate(reduced):
+        if present or not passed_on[k]:
+            passed_on[k] = boundary
+    optimizer.step_is_over = boundary or is_over(optimizer)
+
+
+def _include_in_zero2(
+    optimizer: Any, absent: list[tuple[int, Any]], passed_on: list[bool | None], boundary: bool
+) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if not optimizer.cpu_offload:  # the missing gradients of a partition are zero already
+        return
+    accelerator = get_accelerator()
+    overlap = optimizer.overlap_comm
+    # The stream that copies the others, for they share a buffer.
+    with accelerator.stream(
+        optimizer.reduction_stream if overlap else accelerator.current_stream()
+    ):
+        for _, param in absent:
+            k = optimizer.get_param_id(param)
+            if not optimizer.is_param_in_current_partition[k]:
+                continue
+            if passed_on[k] is None and k in optimizer.accumulated_grads_in_cpu:
+                optimizer.accumulated_grads_in_cpu[k].zero_()  # the sum of the step before
+            # Between the first backward of a step and the last, a partial sum stays as it is.
+            if passed_on[k] is None or (boundary and not passed_on[k]):
+                fill(optimizer, param)
+                optimizer.copy_grads_in_partition(param)
+
+
+def is_over(optimizer: Any) -> bool:
+    """Whether an earlier backward was the last of this step.
+
+    Losses with a backward each, and up to 0.18 no ``set_gradient_accumulation_boundary``: every
+    one of them is the last, and must not write over what another wrote.
+    """
+    return bool(optimizer.__dict__.get("step_is_over"))
+
+
+def start_anew(optimizer: Any) -> None:
+    """Take the next backward for the first of a step."""
+    optimizer.__dict__.pop("passed_on", None)
+    optimizer.__dict__.pop("step_is_over", None)
+
+
+def starting_anew(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        start_anew(self)
+        return original(self, *args, **kwargs)
+
+    return step
 
 
 def at_boundary(optimizer: Any) -> bool:
@@ -85,11 +127,12 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduce_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (self.overlap_comm or self.partition_gradients or is_left_alone(self)):
+        if not (
+            self.overlap_comm or self.partition_gradients or is_left_alone(self) or is_over(self)
+        ):
             for group in self.bit16_groups:
                 for param in group:
-                    if param.requires_grad:
-                        fill(self, param)
+                    fill(self, param)
         return original(self, *args, **kwargs)
 
     return reduce_gradients
@@ -145,5 +188,6 @@ for i in range(len(self.params_already_reduced)):
             ),
         ),
         Target(f"{_OPTIMIZER}.reduce_gradients", Around(_filling)),
+        Target(f"{_OPTIMIZER}.step", Around(starting_anew)),
     ),
 )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from zerofix.fix import Around, Edit, Fix, Target
-from zerofix.patches.absent_grads import at_boundary
+from zerofix.patches.absent_grads import at_boundary, starting_anew
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,12 +18,13 @@ _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note which parameters had a gradient in this backward."""
+    """Note which parameters have had a gradient in this step, and in its last backward."""
 
     @functools.wraps(original)
     def partition_grads(self: Any, params_to_release: Any, grad_partitions: Any) -> Any:
-        present = self.__dict__.setdefault("params_partitioned", set())
-        present.update([param.ds_id for param in params_to_release])
+        passed_on = self.__dict__.setdefault("passed_on", {})
+        boundary = at_boundary(self)
+        passed_on.update([(param.ds_id, boundary) for param in params_to_release])
         return original(self, params_to_release, grad_partitions)
 
     return partition_grads
@@ -37,20 +38,18 @@ def include_absent(optimizer: Any) -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    present = optimizer.__dict__.pop("params_partitioned", ())
+    passed_on = optimizer.__dict__.get("passed_on")
     # SuperOffload comes by here with the fixes of its own only; ZenFlow has a schedule of its own.
-    if not present or getattr(optimizer, "zenflow", False):
+    if not passed_on or getattr(optimizer, "zenflow", False):
         return
-    boundary = at_boundary(optimizer)
     # The first backward of a step writes over the sum of the step before, and with offload the
     # last one passes the sum on. Between them a sum stays as it is.
-    if optimizer.micro_step_id and not (boundary and optimizer.offload_optimizer):
-        return
+    passes_on = optimizer.offload_optimizer and at_boundary(optimizer)
     absent = [
         param
         for group in optimizer.fp16_groups
         for param in group
-        if param.requires_grad and param.ds_id not in present
+        if param.ds_id not in passed_on or (passes_on and not passed_on[param.ds_id])
     ]
     if not absent:
         return
@@ -64,7 +63,6 @@ def include_absent(optimizer: Any) -> None:
         optimizer.partition_grads(absent, [zero.expand(p.partition_numel()) for p in absent])
     if not accelerator.resolves_data_dependency():
         optimizer.reduce_and_partition_stream.synchronize()
-    del optimizer.params_partitioned
 
 
 def _hit_by(training: Training) -> bool | str:
@@ -92,6 +90,7 @@ FIX = Fix(
     hit_by=_hit_by,
     targets=(
         Target(f"{_OPTIMIZER}.partition_grads", Around(_noting)),
+        Target(f"{_OPTIMIZER}._pre_step", Around(starting_anew)),
         Target(
             f"{_OPTIMIZER}.independent_gradient_partition_epilogue",
             Edit(

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from zerofix.fix import Around, Fix, Target
-from zerofix.patches.absent_grads import at_boundary, fill, is_left_alone
+from zerofix.patches.absent_grads import at_boundary, fill, is_left_alone, is_over
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reduce_ready_partitions_and_remove_grads(self: Any, param: Any, i: int) -> Any:
         order = _order(self)
-        # Without hooks ZeRO-1 reduces in the order of its groups.
-        if order is None or not param.numel() or not (self.partition_gradients or self.overlap_comm):
+        if order is None or not param.numel():
             return original(self, param, i)
         # A gradient that is not whole comes again, and ZeRO-1 takes none before the boundary.
         if getattr(param, "ds_grad_is_ready", True) and (
@@ -38,7 +37,7 @@ def _finishing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def independent_gradient_partition_epilogue(self: Any) -> Any:
         order = _order(self)
-        if order is not None and (self.partition_gradients or self.overlap_comm):
+        if order is not None:
             order.finish()
         return original(self)
 
@@ -47,13 +46,21 @@ def _finishing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _order(optimizer: Any) -> Any:
     """The optimizer's order; None where its ranks cannot disagree, or it is left alone."""
+    # Zeros of a backward after the last would write over what that one wrote.
+    if is_over(optimizer):
+        return None
     if "reduction_order" not in optimizer.__dict__:
         from deepspeed import comm
 
         from zerofix.reduction_order import ReductionOrder
 
         group = optimizer.dp_process_group
-        alone = comm.get_world_size(group=group) == 1 or is_left_alone(optimizer)
+        # Without hooks ZeRO-1 reduces in the order of its groups.
+        alone = (
+            comm.get_world_size(group=group) == 1
+            or not (optimizer.partition_gradients or optimizer.overlap_comm)
+            or is_left_alone(optimizer)
+        )
         groups = {
             param: i
             for i, params in enumerate(optimizer.bit16_groups)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 from zerofix.fix import Around, Fix, Target
+from zerofix.patches.absent_grads import start_anew
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,13 +47,28 @@ def _forgetting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget(optimizer: Any) -> None:
-    optimizer.zero_grad()  # with ZeRO-3 this is all
+    """Set the sums to zero, for who takes a step all the same finds them."""
+    # Sums that ZenFlow and SuperOffload have begun to use are no longer here.
+    if getattr(optimizer, "zenflow", False) or hasattr(optimizer, "superoffload_cpu_optimizer"):
+        return
+    optimizer.zero_grad()
+    start_anew(optimizer)
     if hasattr(optimizer, "partition_gradients"):
         optimizer.micro_step_id = -1
-        optimizer.averaged_gradients.clear()
-        getattr(optimizer, "all_grad_tensors", {}).clear()
-        if optimizer.cpu_offload:
-            optimizer.reset_cpu_buffers()
+        sums = [*optimizer.averaged_gradients.values()]
+        sums += getattr(optimizer, "all_grad_tensors", {}).values()
+        for tensors in sums:
+            for tensor in tensors or ():
+                tensor.zero_()
+        masters = optimizer.single_partition_of_fp32_groups
+    else:
+        optimizer.grad_partitions_flat_buffer.zero_()
+        masters = optimizer.fp32_partitioned_groups_flat
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        optimizer.reset_cpu_buffers()
+        for master in masters:
+            if master.grad is not None:
+                master.grad.zero_()
 
 
 def _hit_by(training: Training) -> bool | str:
