@@ -247,9 +247,11 @@ def train(case: Case, rank: int, world_size: int) -> float:
 
     import deepspeed
     import torch
-    from deepspeed.utils import safe_get_full_fp32_param
+    from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
 
     model = build_model(case)
+    if world_size > 1:  # as DeepSpeed asks for where ranks use different parameters of a module
+        set_z3_leaf_modules(model, [type(model.branches)])
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=build_optimizer(case, list(model.parameters())),

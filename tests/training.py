@@ -10,7 +10,7 @@ import gc
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -337,6 +337,7 @@ def prepare_accelerator() -> None:
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.torch import TorchBackend
 
     accelerator = get_accelerator()
     pin = accelerator.pin_memory
@@ -357,6 +358,19 @@ def prepare_accelerator() -> None:
         accelerator.available_memory = lambda *_: 0
         accelerator.is_fp16_supported = lambda: True
         accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+        # ZeRO-3 waits for the last of several gathers. With NCCL they end in their order, with
+        # gloo in any.
+        TorchBackend.all_gather_into_tensor = _waiting(TorchBackend.all_gather_into_tensor)
+
+
+def _waiting(gather: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather_into_tensor(*args: Any, **kwargs: Any) -> Any:
+        handle = gather(*args, **kwargs)
+        if handle is not None:
+            handle.wait()
+        return handle
+
+    return all_gather_into_tensor
 
 
 def worker(folder: Path) -> None:

@@ -109,7 +109,7 @@ include_absent(self)
     ),
     limits=(
         "SuperOffload is reached where superoffload or superoffload_step is applied. Where ranks "
-        "have gradients of different parameters in a micro-batch, these are still added to each "
-        "other: see set_z3_leaf_modules of DeepSpeed."
+        "use different parameters of a module in a micro-batch, ZeRO-3 adds the gradients of one "
+        "to those of another, unless the module is a leaf: deepspeed.utils.set_z3_leaf_modules."
     ),
 )
