@@ -1,15 +1,17 @@
 """Trains a small model by a framework that drives DeepSpeed, and in plain torch.
 
-Each framework is used as its documentation says, with one and the same DeepSpeed configuration:
-ZeRO-2 with the optimizer offloaded and four micro-batches a step. Only the first line, ``import
-zerofix``, is ours.
+Each is used as its documentation says, with one and the same configuration of DeepSpeed: ZeRO-2
+with the optimizer offloaded, and four micro-batches a step. Each returns a function that trains
+and returns the model, before which there is no engine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ ACCUMULATION = 4
 MICRO_BATCH = 8
 FEATURES = 16
 LEARNING_RATE = 1e-2
+
+Train = Callable[[], Any]
 
 
 def configuration(**sizes: Any) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def plain_torch() -> Any:
     return model
 
 
-def trainer(folder: Path) -> Any:
+def trainer(folder: Path) -> Train:
     """``transformers.Trainer``."""
     from transformers import Trainer, TrainingArguments
 
@@ -105,11 +109,16 @@ def trainer(folder: Path) -> Any:
         use_cpu=True,
     )
     model = build_model()
-    Trainer(model, arguments, train_dataset=samples()).train()
-    return model
+    trainer = Trainer(model, arguments, train_dataset=samples())
+
+    def train() -> Any:
+        trainer.train()
+        return model
+
+    return train
 
 
-def accelerate(folder: Path) -> Any:
+def accelerate(folder: Path) -> Train:
     """``accelerate.Accelerator`` and a loop of one's own."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -119,19 +128,23 @@ def accelerate(folder: Path) -> Any:
         )
     )
     accelerator = Accelerator(deepspeed_plugin=plugin)
-    model = build_model()
-    engine, optimizer, loader = accelerator.prepare(
-        model, build_optimizer(model.parameters()), batches()
-    )
-    for batch in loader:
-        with accelerator.accumulate(engine):
-            accelerator.backward(engine(**batch)["loss"])
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+
+    def train() -> Any:
+        model = build_model()
+        engine, optimizer, loader = accelerator.prepare(
+            model, build_optimizer(model.parameters()), batches()
+        )
+        for batch in loader:
+            with accelerator.accumulate(engine):
+                accelerator.backward(engine(**batch)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+        return model
+
+    return train
 
 
-def lightning(folder: Path) -> Any:
+def lightning(folder: Path) -> Train:
     """``lightning.Trainer`` with ``DeepSpeedStrategy``."""
     import torch
     from lightning import LightningModule, Trainer
@@ -154,8 +167,7 @@ def lightning(folder: Path) -> Any:
         def configure_optimizers(self) -> Any:
             return build_optimizer(self.parameters())
 
-    module = Module()
-    Trainer(
+    trainer = Trainer(
         accelerator="cpu",
         # It asks for the devices' indices, and a CPU has none by default.
         strategy=OnCPU(config=configuration(), parallel_devices=[torch.device("cpu", 0)]),
@@ -165,27 +177,46 @@ def lightning(folder: Path) -> Any:
         enable_checkpointing=False,
         use_distributed_sampler=False,  # it shuffles
         default_root_dir=folder,
-    ).fit(module, batches())
-    return module.model
+    )
+
+    def train() -> Any:
+        module = Module()
+        trainer.fit(module, batches())
+        return module.model
+
+    return train
 
 
-def pairs(trained: Any) -> Iterator[tuple[Any, Any]]:
-    return zip(trained.parameters(), plain_torch().parameters(), strict=True)
+FRAMEWORKS: dict[str, Callable[[Path], Train]] = {
+    "Trainer": trainer,
+    "Accelerate": accelerate,
+    "Lightning": lightning,
+}
 
 
 def worker(folder: Path) -> None:
-    """Train by the framework that is asked for; answers the largest error of a weight."""
-    import zerofix  # noqa: F401, I001
-    import deepspeed
-    import torch
+    """Train by a framework; answers the largest error of a weight, and what zerofix said.
 
-    torch.set_num_threads(1)
+    The request has the framework, and whether zerofix is imported ``first`` or ``last``: just
+    before there is an engine. torch is imported in any case.
+    """
+    framework, place = json.loads((folder / "request.json").read_text())
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "HF_HUB_OFFLINE": "1"}
+    said = import_zerofix() if place == "first" else ""
+    train = FRAMEWORKS[framework](folder)
+    import deepspeed
+
     # DeepSpeed would first compile its own collectives for CPUs. Gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # See prepare_accelerator in training.py.
     deepspeed.accelerator.get_accelerator().available_memory = lambda *_: 0
-    framework = {"trainer": trainer, "accelerate": accelerate, "lightning": lightning}
-    trained = framework[json.loads((folder / "request.json").read_text())](folder)
-    error = max((ours.detach().double() - right).abs().max().item() for ours, right in pairs(trained))
-    (folder / "answer.json").write_text(json.dumps(error))
-    torch.distributed.destroy_process_group()
+    said = said or import_zerofix()
+    pairs = zip(train().parameters(), plain_torch().parameters(), strict=True)
+    error = max((ours.detach().double() - right).abs().max().item() for ours, right in pairs)
+    (folder / "answer.json").write_text(json.dumps([error, said]))
+
+
+def import_zerofix() -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        import zerofix  # noqa: F401
+    return said.getvalue()
