@@ -1,11 +1,12 @@
 """Frameworks that drive DeepSpeed: wrong on stock, right with `import zerofix`."""
 
+import re
 from importlib import metadata
 
 import pytest
 from framework_training import FRAMEWORKS, worker
 from packaging.version import Version
-from processes import ask
+from processes import ask, python
 
 HAS_COPY_GRADS = Version(metadata.version("deepspeed")) < Version("0.19.0")
 TOLERANCE = 2e-6
@@ -23,3 +24,59 @@ def test_gradients_of_all_micro_batches_count_under_a_framework(framework):
     assert error("first", patched=True) < TOLERANCE
     # Frameworks, arguments, strategy and process group are there already.
     assert error("last", patched=True) < TOLERANCE
+
+
+# Which import comes too late, and what does not.
+
+WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+WORLD |= {"MASTER_PORT": "0"}
+ENGINE = """
+import deepspeed, torch
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+model = torch.nn.Linear(2, 2)
+engine, *_ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.Adam(model.parameters()),
+    config={"train_batch_size": 1, "zero_optimization": {"stage": 2}},
+)
+"""
+ADAM = """
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+adam = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(2))])
+"""
+NAME = """
+import deepspeed
+deepspeed.init_distributed("gloo")
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+kept = DeepSpeedZeroOptimizer.reduce_ipg_grads
+"""
+
+
+def said(program, **variables):
+    """How the program ends, and its lines on an import that is too late."""
+    done = python(program, **WORLD, **variables)
+    return done.returncode, [line for line in done.stderr.splitlines() if "too late" in line]
+
+
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        (ENGINE, "DeepSpeedZeroOptimizer"),
+        (ADAM, "DeepSpeedCPUAdam"),
+        (NAME, "__main__.kept"),
+    ],
+    ids=["engine", "optimizer", "name"],
+)
+def test_an_import_after_what_keeps_deepspeeds_code_is_warned_of_once(before, kept):
+    program = before + "import zerofix"
+    code, (line,) = said(program)
+    assert code == 0
+    assert line.startswith(f"zerofix: imported too late, at <string>:{len(program.splitlines())}. ")
+    assert re.search(rf"for certain: .*\b{kept}\b.*\. Import zerofix before they are made", line)
+
+
+def test_it_is_an_error_where_zerofix_is_strict():
+    code, (line,) = said(ENGINE + "import zerofix", ZEROFIX_STRICT="1")
+    assert code == 1
+    assert "zerofix.install.NotAppliedError: zerofix: imported too late, at " in line
