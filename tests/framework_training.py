@@ -203,13 +203,13 @@ def worker(folder: Path) -> None:
     framework, place = json.loads((folder / "request.json").read_text())
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "HF_HUB_OFFLINE": "1"}
     said = import_zerofix() if place == "first" else ""
-    train = FRAMEWORKS[framework](folder)
     import deepspeed
 
     # DeepSpeed would first compile its own collectives for CPUs. Gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # See prepare_accelerator in training.py.
     deepspeed.accelerator.get_accelerator().available_memory = lambda *_: 0
+    train = FRAMEWORKS[framework](folder)
     said = said or import_zerofix()
     pairs = zip(train().parameters(), plain_torch().parameters(), strict=True)
     error = max((ours.detach().double() - right).abs().max().item() for ours, right in pairs)
