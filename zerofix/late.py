@@ -27,7 +27,7 @@ def keepers(sites: Sequence[Site]) -> list[str]:
     found = set()
     for holder in gc.get_referrers(*classes, *(site.attribute for site in sites)):
         if type(holder) in classes:
-            found.add(f"a {type(holder).__qualname__}")
+            found.add(type(holder).__qualname__)
         elif isinstance(holder, dict) and (module := _module_of(holder)):
             names = [name for name, value in holder.items() if id(value) in functions]
             found.update(f"{module}.{name}" for name in names)
