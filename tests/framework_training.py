@@ -72,8 +72,8 @@ def batches() -> Any:
 def build_optimizer(parameters: Any) -> Any:
     import torch
 
-    # Lightning divides the loss by the number of micro-batches and lets DeepSpeed do it again, which
-    # is Lightning's to repair. Adam does not depend on the scale of gradients.
+    # Lightning divides the loss by the number of micro-batches, then DeepSpeed does again, which is
+    # Lightning's to repair. Adam does not depend on the scale of gradients.
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
 
 
