@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,14 @@ def _twins_off(name: str) -> dict[str, str]:
     return {toggle(other): "0" for other in targets if targets[other] == targets[name]}
 
 
-def _server() -> subprocess.Popen[str]:
+@contextmanager
+def _server() -> Iterator[subprocess.Popen[str]]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("ZEROFIX")}
     command = [sys.executable, str(Path(__file__).parent / "repro" / "_server.py")]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True)
+    with suppress(BrokenPipeError), process:  # it may have ended, with a job still unsent
+        yield process
 
 
 def _run(server: subprocess.Popen[str], name: str, toggles: dict[str, str]) -> dict[str, Any]:
