@@ -138,8 +138,9 @@ def test_verdicts(stock, patched, verdict, ok):
 
 
 def test_a_program_that_dies_after_its_result_did_not_run():
-    for told in ({"code": 9, "output": "zerofix result: {}"}, {"code": 0, "output": "no result"}):
-        server = SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO(json.dumps(told)))
+    for told in ({"code": 9, "output": f"{verify.RESULT}{{}}"}, {"code": 0, "output": "no result"}):
+        pipes = {"stdin": io.StringIO(), "stderr": io.StringIO()}
+        server = SimpleNamespace(**pipes, stdout=io.StringIO(json.dumps(told)))
         assert "exit code" in verify._run(server, "copy_grads", {})["crash"]
 
 
@@ -149,7 +150,7 @@ def test_a_reproduction_that_dies_is_told_and_the_next_one_runs():
             assert "No module named" in verify._run(server, "no_such_fix", {})["crash"]
         server.kill()
         server.wait()
-        assert "ended while" in verify._run(server, "copy_grads", {})["crash"]
+        assert "exit code -9" in verify._run(server, "copy_grads", {})["crash"]
 
 
 def test_an_infinite_error_is_json(monkeypatch):

@@ -66,7 +66,9 @@ def _server() -> Iterator[subprocess.Popen[str]]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("ZEROFIX")}
     command = [sys.executable, str(Path(__file__).parent / "repro" / "_server.py")]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(
+        command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
     with suppress(BrokenPipeError), process:  # it may have ended, with a job still unsent
         yield process
 
@@ -75,6 +77,7 @@ def _run(server: subprocess.Popen[str], name: str, toggles: dict[str, str]) -> d
     """The result of ``python -m zerofix.repro``; ``{"crash": ...}`` when there is none."""
     assert server.stdin
     assert server.stdout
+    assert server.stderr
     dropped = ("ZEROFIX", "ZEROFIX_STRICT", *LAUNCHER)
     environ = {k: v for k, v in os.environ.items() if k not in dropped}
     if toggles.get(toggle(name)) == "0":
@@ -84,7 +87,7 @@ def _run(server: subprocess.Popen[str], name: str, toggles: dict[str, str]) -> d
         print(json.dumps(job), file=server.stdin, flush=True)
         done = json.loads(server.stdout.readline())
     except (BrokenPipeError, json.JSONDecodeError):
-        return {"crash": f"{sys.executable} ended while it imported torch, or after"}
+        return {"crash": f"exit code {server.wait()}: {server.stderr.read().strip()[-2000:]}"}
     if done["code"] is None:
         return {"crash": f"no end within {TIMEOUT} s"}
     lines = done["output"].splitlines()
