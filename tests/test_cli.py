@@ -1,8 +1,10 @@
+import io
 import json
 import re
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +14,6 @@ from zerofix import verify
 from zerofix.cli import main
 
 RELEASE = metadata.version("deepspeed")
-PYTHON = sys.executable
 
 
 def zerofix(*arguments, **variables):
@@ -136,12 +137,20 @@ def test_verdicts(stock, patched, verdict, ok):
     assert ("KeyError" in judged.detail) == ("crash" in stock or "crash" in patched)
 
 
-def test_a_program_that_dies_after_its_result_did_not_run(monkeypatch, tmp_path):
-    for text in ("import os; print('zerofix result: {}'); os._exit(9)", "print('no result')"):
-        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-        (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{PYTHON}" -c "{text}"\n')
-        (tmp_path / "python").chmod(0o755)
-        assert "exit code" in verify._run("copy_grads", {})["crash"]
+def test_a_program_that_dies_after_its_result_did_not_run():
+    for told in ({"code": 9, "output": f"{verify.RESULT}{{}}"}, {"code": 0, "output": "no result"}):
+        pipes = {"stdin": io.StringIO(), "stderr": io.StringIO()}
+        server = SimpleNamespace(**pipes, stdout=io.StringIO(json.dumps(told)))
+        assert "exit code" in verify._run(server, "copy_grads", {})["crash"]
+
+
+def test_a_reproduction_that_dies_is_told_and_the_next_one_runs():
+    with verify._server() as server:
+        for _ in range(2):
+            assert "No module named" in verify._run(server, "no_such_fix", {})["crash"]
+        server.kill()
+        server.wait()
+        assert "exit code -9" in verify._run(server, "copy_grads", {})["crash"]
 
 
 def test_an_infinite_error_is_json(monkeypatch):

@@ -169,6 +169,23 @@ class Patcher:
             )
         if summarise and self._settings.log != "quiet":
             self._say(summary(status))
+        if summarise and (late := self._late()):
+            if self._settings.strict:
+                raise NotAppliedError(f"{late} (ZEROFIX_STRICT=1)")
+            self._say(late)
+
+    def _late(self) -> str:
+        """What to say of what was made before its code was repaired, if there is any."""
+        from zerofix.late import importer, keepers
+
+        made = keepers([self._sites[path] for path in self._changes])
+        if not made:
+            return ""
+        return (
+            f"zerofix: imported too late, at {importer()}. Already there, and not repaired for "
+            f"certain: {', '.join(made)}. Import zerofix before they are made, best in the first "
+            "line of the program, or start it with `zerofix run -- COMMAND`."
+        )
 
     def _forget_reloaded(self, module: str) -> None:
         """Start over with the targets of a module that was imported anew."""
@@ -370,10 +387,12 @@ class Patcher:
         return f"{toggle(name)}=0" if self._settings.enabled else "ZEROFIX=0"
 
     def _overriding(self, fix: Fix) -> Iterator[str]:
+        from zerofix.source import subclasses
+
         for target in fix.targets:
             site = self._sites.get(target.path)
             if site is not None and isinstance(site.owner, type):
-                for subclass in _subclasses(site.owner):
+                for subclass in subclasses(site.owner):
                     override = vars(subclass).get(site.name)
                     code = getattr(override, "__code__", None)
                     # One that calls super() gets here all the same.
@@ -405,10 +424,3 @@ def _may_come(module: str) -> bool:
         return module in sys.modules or find_spec(module) is not None
     except ModuleNotFoundError:  # the package is a module
         return False
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    below: list[type] = type.__subclasses__(cls)
-    for subclass in below:
-        yield subclass
-        yield from _subclasses(subclass)

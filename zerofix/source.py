@@ -271,6 +271,14 @@ def _shape(attribute: object) -> list[object]:
     return [getattr(layer, "__code__", type(layer)) for layer in _layers(attribute)]
 
 
+def subclasses(cls: type) -> Iterator[type]:
+    """All classes below a class."""
+    below: list[type] = type.__subclasses__(cls)
+    for subclass in below:
+        yield subclass
+        yield from subclasses(subclass)
+
+
 def party(attribute: object) -> str:
     """Whose code an attribute is, for messages: ``module (file:line)``."""
     for layer in _layers(attribute):

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zerofix.gate import State
@@ -45,11 +47,11 @@ class Verdict:
 
 def verify(names: Iterable[str]) -> Iterator[Verdict]:
     """Run the reproductions of these fixes, one after the other."""
-    for name in names:
-        with ThreadPoolExecutor(2) as pool:
-            stock = pool.submit(_run, name, {"ZEROFIX": "0"})
+    with _server() as left, _server() as right, ThreadPoolExecutor(2) as pool:
+        for name in names:
+            stock = pool.submit(_run, left, name, {"ZEROFIX": "0"})
             wanted = {toggle(name): os.environ.get(toggle(name), "1")}
-            patched = pool.submit(_run, name, _twins_off(name) | wanted)
+            patched = pool.submit(_run, right, name, _twins_off(name) | wanted)
             yield _judge(name, stock.result(), patched.result())
 
 
@@ -59,23 +61,39 @@ def _twins_off(name: str) -> dict[str, str]:
     return {toggle(other): "0" for other in targets if targets[other] == targets[name]}
 
 
-def _run(name: str, toggles: dict[str, str]) -> dict[str, Any]:
+@contextmanager
+def _server() -> Iterator[subprocess.Popen[str]]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("ZEROFIX")}
+    command = [sys.executable, str(Path(__file__).parent / "repro" / "_server.py")]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    with suppress(BrokenPipeError), process:  # it may have ended, with a job still unsent
+        yield process
+
+
+def _run(server: subprocess.Popen[str], name: str, toggles: dict[str, str]) -> dict[str, Any]:
     """The result of ``python -m zerofix.repro``; ``{"crash": ...}`` when there is none."""
+    assert server.stdin
+    assert server.stdout
+    assert server.stderr
     dropped = ("ZEROFIX", "ZEROFIX_STRICT", *LAUNCHER)
     environ = {k: v for k, v in os.environ.items() if k not in dropped}
     if toggles.get(toggle(name)) == "0":
         toggles |= {toggle(name): "1"}  # to verify a fix is to want it
-    command = [sys.executable, "-m", "zerofix.repro", name]
+    job = {"name": name, "environ": environ | toggles, "timeout": TIMEOUT}
     try:
-        done = subprocess.run(
-            command, env=environ | toggles, capture_output=True, text=True, timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired:
+        print(json.dumps(job), file=server.stdin, flush=True)
+        done = json.loads(server.stdout.readline())
+    except (BrokenPipeError, json.JSONDecodeError):
+        return {"crash": f"exit code {server.wait()}: {server.stderr.read().strip()[-2000:]}"}
+    if done["code"] is None:
         return {"crash": f"no end within {TIMEOUT} s"}
-    result = next((line for line in done.stdout.splitlines() if line.startswith(RESULT)), None)
-    if done.returncode or result is None:
-        output = (done.stderr or done.stdout).strip()[-2000:]
-        return {"crash": f"exit code {done.returncode}: {output}"}
+    lines = done["output"].splitlines()
+    result = next((line for line in lines if line.startswith(RESULT)), None)
+    if done["code"] or result is None:
+        return {"crash": f"exit code {done['code']}: {done['output'].strip()[-2000:]}"}
     told: dict[str, Any] = json.loads(result.removeprefix(RESULT))
     return told
 
