@@ -54,6 +54,8 @@ class Case:
     """Steps in which the last layer is frozen."""
     emptied: tuple[int, ...] = ()
     """Steps before which ``zero_grad`` throws all gradients away."""
+    checkpointed: bool = False
+    """The branches run under reentrant checkpointing, and a parameter of the model comes last."""
     heads: bool = False
     """A step is two backwards, with nothing set by hand: its own, and one of the layer that no
     branch uses."""
@@ -67,9 +69,15 @@ class Case:
         words += ["overflow{}.{}".format(*self.overflow)] * (self.overflow[0] >= 0)
         words += ["abandon"] * self.abandon + ["no-sync"] * self.no_sync
         words += [f"frozen{self.frozen}"] * bool(self.frozen) + ["heads"] * self.heads
+        words += ["checkpointed"] * self.checkpointed
         words += [f"emptied{self.emptied}"] * bool(self.emptied)
         steps = ("-".join(".".join(map(str, ranks)) for ranks in step) for step in self.used)
         return " ".join([*words, "_".join(steps)])
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all ranks use the same branches."""
+        return all(len(set(ranks)) == 1 for step in self.used for ranks in step)
 
     @property
     def has_empty(self) -> bool:
@@ -87,10 +95,18 @@ class Case:
 
 
 def launch(
-    cases: Sequence[Case], world_size: int, *, patched: bool, timeout: float = 300.0
+    cases: Sequence[Case],
+    world_size: int,
+    *,
+    patched: bool,
+    ordered: bool = False,
+    timeout: float = 300.0,
 ) -> dict[Case, float | str]:
-    """The largest error of a weight in each case; a string is the error a case ended with."""
-    request = [asdict(case) for case in cases]
+    """The largest error of a weight in each case; a string is the error a case ended with.
+
+    ``ordered`` asks for reduction_order.
+    """
+    request = {"ordered": ordered, "cases": [asdict(case) for case in cases]}
     answers = ask(worker, request, world_size, patched=patched, timeout=timeout)
     return dict(zip(cases, answers, strict=True))
 
@@ -98,6 +114,7 @@ def launch(
 def build_model(case: Case) -> nn.Module:
     import torch
     from torch import nn
+    from torch.utils.checkpoint import checkpoint
 
     class Branches(nn.Module):
         """One module, which ZeRO-3 gathers on all ranks, whatever a rank uses of it."""
@@ -124,12 +141,20 @@ def build_model(case: Case) -> nn.Module:
             self.never = nn.Linear(4, 5)
             self.last = nn.Linear(16, 4)
             self.empty = nn.Parameter(torch.empty(0)) if case.has_empty else None
+            self.scale = nn.Parameter(torch.ones(1)) if case.checkpointed else None
 
         def forward(self, x: Tensor, y: Tensor, used: int) -> Tensor:
             if used < 0:
                 head: Tensor = self.never(x[:, :4]).float().square().mean()
                 return head
-            output: Tensor = self.last(self.branches(torch.tanh(self.first(x)), used))
+            hidden = torch.tanh(self.first(x))
+            if case.checkpointed:
+                hidden = checkpoint(self.branches, hidden, used, use_reentrant=True)
+            else:
+                hidden = self.branches(hidden, used)
+            output: Tensor = self.last(hidden)
+            if self.scale is not None:
+                output = output * self.scale
             if self.empty is not None:
                 output = output + self.empty.sum()
             return 10 * torch.nn.functional.mse_loss(output.float(), y)
@@ -182,7 +207,10 @@ def reference(case: Case, world_size: int) -> list[Tensor]:
                 loss = loss_of(case, model, step, index, rank, dtype) / case.accumulated * scale
                 if case.heads:
                     loss = loss + model(*micro_batch(step, index, rank), -1)
-                grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+                loss.backward()
+                grads = tuple(parameter.grad for parameter in parameters)
+                for parameter in parameters:
+                    parameter.grad = None
                 if step in case.emptied:
                     grads = (None,) * len(grads)
                 elif step in case.frozen:
@@ -291,6 +319,9 @@ def train(case: Case, rank: int, world_size: int) -> float:
 
 
 def worker(folder: Path) -> None:
+    request = json.loads((folder / "request.json").read_text())
+    if request["ordered"]:
+        os.environ["ZEROFIX_REDUCTION_ORDER"] = "1"
     import zerofix  # noqa: F401, I001
     import deepspeed
     import torch
@@ -308,10 +339,10 @@ def worker(folder: Path) -> None:
         world_size=world_size,
     )
     answers: list[float | str] = []
-    for request in json.loads((folder / "request.json").read_text()):
-        lists = {name: tuple(value) for name, value in request.items() if isinstance(value, list)}
-        used = tuple(tuple(map(tuple, step)) for step in request["used"])
-        case = Case(**request | lists | {"used": used})
+    for each in request["cases"]:
+        lists = {name: tuple(value) for name, value in each.items() if isinstance(value, list)}
+        used = tuple(tuple(map(tuple, step)) for step in each["used"])
+        case = Case(**each | lists | {"used": used})
         try:
             answers.append(train(case, rank, world_size))
         except Exception as error:

@@ -32,7 +32,16 @@ class Hit:
     def as_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
         record = asdict(self.fix)
-        names = ("name", "title", "symptom", "upstream", "introduced", "fixed", "limits")
+        names = (
+            "name",
+            "title",
+            "symptom",
+            "upstream",
+            "introduced",
+            "fixed",
+            "on_request",
+            "limits",
+        )
         found = {name: record[name] for name in names}
         return found | {"certain": self.certain, "when": self.when}
 

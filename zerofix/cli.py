@@ -274,7 +274,8 @@ def print_hits(config: Path, version: Version, hits: list[Hit]) -> None:
         colour, verb = ("red", "is met") if hit.certain else ("yellow", "may be met")
         title = f"[bold]{hit.fix.name}[/]  [{colour}]{verb}[/]  ({hit.since}, {hit.until})"
         console.print(title, highlight=False)
-        fixed = f", or DeepSpeed {hit.fix.fixed}" if hit.fix.fixed else ""
+        fixed = f" with {toggle(hit.fix.name)}=1" if hit.fix.on_request else ""
+        fixed += f", or DeepSpeed {hit.fix.fixed}" if hit.fix.fixed else ""
         for line in (*hit.when, hit.fix.symptom, f"repaired by: import zerofix{fixed}"):
             console.print(Padding(Text(line), (0, 0, 0, 4), expand=False))
     if hits:

@@ -58,7 +58,7 @@ class Patcher:
         """Target path to what was put there."""
         self._states: dict[str, tuple[State, str]] = {}
         """Fixes that are settled; the others wait for their modules."""
-        self._off = {name: self._why_off(name) for name in self._fixes if not settings.wants(name)}
+        self._off = {name: why for name, fix in self._fixes.items() if (why := self._why_off(fix))}
         """Fixes that nobody wants, and why."""
 
     def activate(self) -> None:
@@ -383,8 +383,14 @@ class Patcher:
             return State.DISABLED, self._off[fix.name]
         return State.PENDING, f"waits for the import of {', '.join(self._waits(fix))}"
 
-    def _why_off(self, name: str) -> str:
-        return f"{toggle(name)}=0" if self._settings.enabled else "ZEROFIX=0"
+    def _why_off(self, fix: Fix) -> str:
+        if not self._settings.enabled:
+            return "ZEROFIX=0"
+        if not self._settings.wants(fix.name):
+            return f"{toggle(fix.name)}=0"
+        if fix.on_request and fix.name not in self._settings.fixes:
+            return f"{toggle(fix.name)}=1 turns it on: {fix.on_request}"
+        return ""
 
     def _overriding(self, fix: Fix) -> Iterator[str]:
         from zerofix.source import subclasses

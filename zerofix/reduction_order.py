@@ -29,7 +29,7 @@ class ReductionOrder:
         Args:
             parameters: those that can have a gradient, in the same order on all ranks.
             group: the process group that reduces them.
-            fill: gives a parameter a gradient of zero.
+            fill: gives a parameter a gradient of zero, where it has none.
             reduce: hands a parameter to the reduction.
         """
         self._parameters = list(parameters)
@@ -42,57 +42,37 @@ class ReductionOrder:
         """Position to the event that marks the gradient, for those whose turn it is not."""
         self._arrived: list[nn.Parameter] | None = []
         """In the order of their hooks, in the first backward."""
-        self._task = -1
-        self._nested = False
-        """Whether a backward ran inside of another: autograd knows of the inner one alone."""
 
     def ready(self, parameter: nn.Parameter) -> None:
         """Take a parameter whose gradient is there, from its hook."""
         position = self._positions[parameter]
         if self._arrived is not None:
             self._arrived.append(parameter)
-        task = torch._C._current_graph_task_id()
-        self._nested |= self._task not in (-1, task)
-        self._task = task
-        if position == self._next and not self._waiting:
-            self._next += 1
+        if position < self._next:  # a second gradient is for DeepSpeed to judge
             self._reduce(parameter)
-        elif position < self._next:  # a second gradient is for DeepSpeed to judge
-            self._reduce(parameter)
-        else:
-            self._waiting[position] = _event()
-            self._hand_on(lambda parameter: self._will_come(parameter))
+            return
+        self._waiting[position] = _event() if position > self._next else None
+        while self._next in self._waiting:
+            self._hand_on()
 
     def finish(self) -> None:
         """Take all others for absent, at the end of a backward. A collective the first time."""
-        self._hand_on(lambda parameter: False)
-        self._next, self._task = 0, -1
+        while self._next < len(self._parameters):
+            self._hand_on()
+        self._next = 0
         if self._arrived is not None:
             self._learn(self._arrived)
             self._arrived = None
 
-    def _hand_on(self, will_come: Callable[[nn.Parameter], bool]) -> None:
-        while self._next < len(self._parameters):
-            parameter = self._parameters[self._next]
-            if self._next in self._waiting:
-                _wait(self._waiting.pop(self._next))
-            elif will_come(parameter):
-                return
-            else:
-                self._fill(parameter)
-            self._next += 1
+    def _hand_on(self) -> None:
+        parameter = self._parameters[self._next]
+        present = self._next in self._waiting
+        if present:
+            _wait(self._waiting.pop(self._next))
+        self._next += 1
+        if present or parameter.requires_grad:  # what is frozen is frozen on all ranks
+            self._fill(parameter)
             self._reduce(parameter)
-
-    def _will_come(self, parameter: nn.Parameter) -> bool:
-        """Whether to wait for a gradient: unless autograd says that there will be none."""
-        if not parameter.requires_grad:  # frozen since
-            return False
-        if not self._waiting or self._nested or self._task == -1:
-            return True
-        from torch.autograd.graph import _get_grad_fn_or_grad_acc
-
-        node = _get_grad_fn_or_grad_acc(parameter)
-        return torch._C._will_engine_execute_node(node)
 
     def _learn(self, arrived: Sequence[nn.Parameter]) -> None:
         """Take over the order in which gradients came on the first rank."""

@@ -33,34 +33,42 @@ def include_absent(optimizer: Any) -> None:
             for param in group
             if param.numel() and not reduced[optimizer.get_param_id(param)]
         ]
-        if optimizer.partition_gradients:
-            _include_in_zero2(optimizer, absent, passed_on, boundary)
-        elif boundary and not is_over(optimizer):
-            # What has its gradient from an earlier backward had no hook to reduce it in this one.
-            for i, param in absent:
-                fill(optimizer, param)
-                optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, i)
-            optimizer.reduce_ipg_grads()
+        hooked_at_boundary = optimizer.overlap_comm and not optimizer.partition_gradients
+        if hooked_at_boundary and boundary and not is_over(optimizer):
+            _reduce(absent, optimizer)
+            absent = [each for each in absent if not reduced[optimizer.get_param_id(each[1])]]
+        # Without offload the missing gradients of a partition are zero already; ZeRO-1 passes
+        # nothing on before the boundary.
+        if optimizer.cpu_offload and (boundary or optimizer.partition_gradients):
+            _zero([param for _, param in absent], optimizer, passed_on, boundary)
     for k, present in enumerate(reduced):
         if present or not passed_on[k]:
             passed_on[k] = boundary
     optimizer.step_is_over = boundary or is_over(optimizer)
 
 
-def _include_in_zero2(
-    optimizer: Any, absent: list[tuple[int, Any]], passed_on: list[bool | None], boundary: bool
-) -> None:
+def _reduce(absent: list[tuple[int, Any]], optimizer: Any) -> None:
+    """What has its gradient from an earlier backward had no hook to reduce it in this one.
+
+    On another rank it may have none at all.
+    """
+    for i, param in absent:
+        if param.requires_grad:
+            fill(optimizer, param)
+            optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, i)
+    optimizer.reduce_ipg_grads()
+
+
+def _zero(absent: list[Any], optimizer: Any, passed_on: list[bool | None], boundary: bool) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    if not optimizer.cpu_offload:  # the missing gradients of a partition are zero already
-        return
     accelerator = get_accelerator()
     overlap = optimizer.overlap_comm
     # The stream that copies the others, for they share a buffer.
     with accelerator.stream(
         optimizer.reduction_stream if overlap else accelerator.current_stream()
     ):
-        for _, param in absent:
+        for param in absent:
             k = optimizer.get_param_id(param)
             if not optimizer.is_param_in_current_partition[k]:
                 continue
@@ -122,31 +130,15 @@ def fill(optimizer: Any, param: Any) -> None:
             param.grad = torch.zeros_like(param)
 
 
-def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let all ranks reduce all parameters, each in the same place of the same bucket."""
-
-    @functools.wraps(original)
-    def reduce_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (
-            self.overlap_comm or self.partition_gradients or is_left_alone(self) or is_over(self)
-        ):
-            for group in self.bit16_groups:
-                for param in group:
-                    fill(self, param)
-        return original(self, *args, **kwargs)
-
-    return reduce_gradients
-
-
 def _hit_by(training: Training) -> bool | str:
     if training.stage in (1, 2) and training.offloads_optimizer:
         return "if a parameter has no gradient in some micro-batch or step"
-    # Without hooks, and with them before the last micro-batch of a step.
     several = training.gradient_accumulation_steps > 1
     return (
         training.stage == 1
-        and (several or not training.overlap_comm)
-        and "if a parameter has no gradient in some micro-batch, with several ranks"
+        and training.overlap_comm
+        and several
+        and "if a parameter has no gradient in the last micro-batch of a step, with several ranks"
     )
 
 
@@ -187,7 +179,10 @@ for i in range(len(self.params_already_reduced)):
 """,
             ),
         ),
-        Target(f"{_OPTIMIZER}.reduce_gradients", Around(_filling)),
         Target(f"{_OPTIMIZER}.step", Around(starting_anew)),
+    ),
+    limits=(
+        "Where ranks use different parameters see reduction_order. ZeRO-1 with overlap_comm sends "
+        "zeros for parameters that have no gradient in the last micro-batch of a step."
     ),
 )

@@ -44,6 +44,22 @@ def _finishing(original: Callable[..., Any]) -> Callable[..., Any]:
     return independent_gradient_partition_epilogue
 
 
+def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Without hooks ZeRO-1 reduces in the order of its groups, whatever has a gradient."""
+
+    @functools.wraps(original)
+    def reduce_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hooked = self.overlap_comm or self.partition_gradients
+        if not (hooked or is_left_alone(self) or is_over(self)):
+            for group in self.bit16_groups:
+                for param in group:
+                    if param.requires_grad:
+                        fill(self, param)
+        return original(self, *args, **kwargs)
+
+    return reduce_gradients
+
+
 def _order(optimizer: Any) -> Any:
     """The optimizer's order; None where its ranks cannot disagree, or it is left alone."""
     # Zeros of a backward after the last would write over what that one wrote.
@@ -84,20 +100,16 @@ def _order(optimizer: Any) -> Any:
 
 
 def _hit_by(training: Training) -> bool | str:
-    return (
-        training.stage in (1, 2)
-        and (training.stage == 2 or training.overlap_comm)
-        and "if ranks use different parameters in a micro-batch"
-    )
+    return training.stage in (1, 2) and "if ranks use different parameters in a micro-batch"
 
 
 FIX = Fix(
     name="reduction_order",
     title="ZeRO-1/2 reduces parameters in one order, whichever a rank uses",
     symptom=(
-        "ZeRO-2, or ZeRO-1 with overlap_comm, where ranks use different parameters in the same "
-        "micro-batch (a head or an adapter by task, dropped layers): gradients of different "
-        "parameters are added to each other in silence, or the ranks hang."
+        "ZeRO-1 or ZeRO-2 where ranks use different parameters in the same micro-batch (a head or "
+        "an adapter by task, dropped layers): gradients of different parameters are added to each "
+        "other in silence, or the ranks hang."
     ),
     cause=(
         "A rank puts gradients into its bucket as they come, and buckets are reduced as if they "
@@ -108,8 +120,19 @@ FIX = Fix(
     fixed=None,
     hit_by=_hit_by,
     needs=("absent_grads",),
+    on_request=(
+        "it sends zeros for every parameter that a rank has no gradient of, and keeps gradients "
+        "in memory until their turn comes"
+    ),
     targets=(
         Target(f"{_OPTIMIZER}.reduce_ready_partitions_and_remove_grads", Around(_in_order)),
         Target(f"{_OPTIMIZER}.independent_gradient_partition_epilogue", Around(_finishing)),
+        Target(f"{_OPTIMIZER}.reduce_gradients", Around(_filling)),
+    ),
+    limits=(
+        "Of several backwards each of which is the last of a step, the first alone: the others "
+        "are as on stock. The order is that of the first backward; what comes earlier than in it "
+        "waits, at most the whole gradient of the model. With ZeRO-3 "
+        "deepspeed.utils.set_z3_leaf_modules does the same."
     ),
 )

@@ -51,24 +51,26 @@ def _forget(optimizer: Any) -> None:
     # Sums that ZenFlow and SuperOffload have begun to use are no longer here.
     if getattr(optimizer, "zenflow", False) or hasattr(optimizer, "superoffload_cpu_optimizer"):
         return
-    optimizer.zero_grad()
-    start_anew(optimizer)
     if hasattr(optimizer, "partition_gradients"):
         optimizer.micro_step_id = -1
         sums = [*optimizer.averaged_gradients.values()]
         sums += getattr(optimizer, "all_grad_tensors", {}).values()
-        for tensors in sums:
-            for tensor in tensors or ():
-                tensor.zero_()
         masters = optimizer.single_partition_of_fp32_groups
-    else:
-        optimizer.grad_partitions_flat_buffer.zero_()
+        offload = optimizer.cpu_offload
+    elif hasattr(optimizer, "grad_partitions_flat_buffer"):
+        sums = [[optimizer.grad_partitions_flat_buffer]]
         masters = optimizer.fp32_partitioned_groups_flat
-    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        offload = optimizer.offload_optimizer
+    else:  # not ZeRO's own, as with bf16 and stage 1
+        return
+    optimizer.zero_grad()
+    start_anew(optimizer)
+    if offload:
         optimizer.reset_cpu_buffers()
-        for master in masters:
-            if master.grad is not None:
-                master.grad.zero_()
+        sums.append([master.grad for master in masters if master.grad is not None])
+    for tensors in sums:
+        for tensor in tensors or ():
+            tensor.zero_()
 
 
 def _hit_by(training: Training) -> bool | str:
@@ -97,6 +99,8 @@ FIX = Fix(
     limits=(
         "After an engine.step() in the middle of an accumulation the sums stay, as in every "
         "release: the engine goes on counting micro-batches, and programs that zero gradients "
-        "before each one would train on the last alone."
+        "before each one would train on the last alone. Without an engine.step() between them "
+        "(set_gradient_accumulation_boundary) they do so with this fix, as in plain torch. bf16 "
+        "with ZeRO-1 keeps its sums, where DeepSpeed takes its BF16_Optimizer."
     ),
 )
