@@ -52,6 +52,9 @@ def _reduce(absent: list[tuple[int, Any]], optimizer: Any) -> None:
 
     On another rank it may have none at all.
     """
+    before = (optimizer.get_gradient_for_reduction(param) is not None for _, param in absent)
+    if optimizer.gradient_accumulation_steps == 1 and not any(before):
+        return
     for i, param in absent:
         if param.requires_grad:
             fill(optimizer, param)
@@ -78,6 +81,7 @@ def _zero(absent: list[Any], optimizer: Any, passed_on: list[bool | None], bound
             if passed_on[k] is None or (boundary and not passed_on[k]):
                 fill(optimizer, param)
                 optimizer.copy_grads_in_partition(param)
+                optimizer.clear_grad_attribute(param)
 
 
 def is_over(optimizer: Any) -> bool:
@@ -182,7 +186,7 @@ for i in range(len(self.params_already_reduced)):
         Target(f"{_OPTIMIZER}.step", Around(starting_anew)),
     ),
     limits=(
-        "Where ranks use different parameters see reduction_order. ZeRO-1 with overlap_comm sends "
-        "zeros for parameters that have no gradient in the last micro-batch of a step."
+        "Where ranks use different parameters see reduction_order. ZeRO-1 with overlap_comm and "
+        "gradient accumulation sends zeros for parameters that have none in the last micro-batch."
     ),
 )
