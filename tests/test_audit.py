@@ -98,19 +98,19 @@ EXAMPLES = {
         "0.19.8",
         [
             (OFFLOAD, f"{ABSENT} or step"),
-            (zero(1), f"{ABSENT}, with several ranks"),
             (
                 zero(1, overlap_comm=True) | {"gradient_accumulation_steps": 2},
-                f"{ABSENT}, with several ranks",
+                "if a parameter has no gradient in the last micro-batch of a step, "
+                "with several ranks",
             ),
         ],
-        [zero(2), zero(1, overlap_comm=True), zero(3)],
+        [zero(1), zero(2), zero(1, overlap_comm=True), zero(3)],
     ),
     "absent_grads_zero3": ("0.19.8", [(zero(3), f"{ABSENT} or step")], [OFFLOAD]),
     "reduction_order": (
         "0.19.8",
-        [(zero(2), DIFFERENT), (zero(1, overlap_comm=True), DIFFERENT)],
-        [zero(1), zero(3)],
+        [(zero(1), DIFFERENT), (zero(2), DIFFERENT)],
+        [zero(0), zero(3)],
     ),
     "zero_grad": (
         "0.19.8",

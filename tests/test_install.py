@@ -38,11 +38,12 @@ def test_without_deepspeed_it_does_nothing_and_says_so_only_when_asked(tmp_path)
         try: import deepspeed
         except ModuleNotFoundError: pass
         status = zerofix.status()
-        print(status.deepspeed, {f.state.value for f in status.fixes}, zerofix.revert().ok)
+        states = {f.state.value for f in status.fixes}
+        print(status.deepspeed, *sorted(states), zerofix.revert().ok)
         """,
         path=tmp_path,
     )
-    assert (done.stdout, done.stderr, done.returncode) == ("None {'pending'} True\n", "", 0)
+    assert (done.stdout, done.stderr, done.returncode) == ("None disabled pending True\n", "", 0)
     done = python("from zerofix.cli import main; main(['status'])", path=tmp_path)
     assert done.returncode == 1
     assert "DeepSpeed is not installed in this environment" in done.stderr
@@ -95,6 +96,20 @@ def test_a_toggle_turns_it_off(variable):
     assert told["reasons"]["copy_grads"] == f"{variable}=0"
     assert not told["edited"]
     assert told["ok"]
+
+
+def test_a_fix_that_costs_is_off_until_it_is_asked_for():
+    program = """
+        import zerofix, deepspeed, json
+        fix = zerofix.status()["reduction_order"]
+        print(json.dumps([fix.state.value, fix.reason, zerofix.apply(fix.name).state.value]))
+    """
+    state, reason, after = answer(program)
+    assert state == "disabled"
+    assert reason.startswith("ZEROFIX_REDUCTION_ORDER=1 turns it on: it sends zeros")
+    assert after == "applied"
+    assert answer(program, ZEROFIX_REDUCTION_ORDER="1")[0] == "applied"
+    assert answer(program, ZEROFIX_REDUCTION_ORDER="0")[1] == "ZEROFIX_REDUCTION_ORDER=0"
 
 
 def test_a_misspelt_toggle_is_an_error_that_suggests_the_right_one():

@@ -132,7 +132,9 @@ def explain(fix: Fix) -> None:
         "releases": f"from {since} on, {until}",
         "upstream": "\n".join(zerofix.status()[fix.name].links),
         "changes": "\n".join(f"{t.path} ({type(t.change).__name__.lower()})" for t in fix.targets),
-        "toggle": f"{toggle(fix.name)}=0 turns it off, =force applies it to unknown code",
+        "cost": fix.on_request,
+        "toggle": f"{toggle(fix.name)}={'1 turns it on' if fix.on_request else '0 turns it off'}, "
+        "=force applies it to unknown code",
     }
     console = Console()
     console.print(f"[bold]{fix.name}[/]: {fix.title}\n", highlight=False)
