@@ -5,9 +5,8 @@ The ranks are processes on CPUs, with gloo and a store in a temporary folder.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -37,36 +36,37 @@ class _Model(nn.Module):
 
 def run() -> float:
     """The error of the first rank."""
-    import deepspeed  # noqa: F401 - it settles the fixes in this process too
+    from deepspeed.accelerator import get_accelerator
 
+    # A process that has used a GPU cannot be forked; where there is none, that saves the imports.
+    method = "fork" if get_accelerator().device_name() == "cpu" else "spawn"
+    os.environ["DS_ACCELERATOR"] = "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        program = "import sys; from zerofix.repro.reduction_order import rank; rank(*sys.argv[1:])"
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", program, str(rank), folder],
-                env=os.environ | {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)},
-                stdout=sys.stderr,
-            )
-            for rank in range(2)
-        ]
-        if codes := [code for code in [process.wait() for process in ranks] if code]:
+        process = multiprocessing.get_context(method).Process
+        ranks = [process(target=_rank, args=(rank, folder)) for rank in range(2)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        if codes := [each.exitcode for each in ranks if each.exitcode]:
             raise RuntimeError(f"a rank ended with {codes[0]}")
         return float(Path(folder, "error").read_text())
 
 
-def rank(own: str, folder: str) -> None:
+def _rank(rank: int, folder: str) -> None:
     """Train as one of the ranks; the first one writes the error."""
+    os.environ["LOCAL_RANK"] = str(rank)
     import zerofix  # noqa: F401, I001
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see _training
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=int(own), world_size=2
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    pairs = zip(_deepspeed(int(own)), _plain_torch(), strict=True)
+    pairs = zip(_deepspeed(rank), _plain_torch(), strict=True)
     worst = max((ours - right).abs().max().item() for ours, right in pairs)
-    if own == "0":
+    if rank == 0:
         Path(folder, "error").write_text(repr(worst))
 
 
