@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
@@ -42,8 +43,8 @@ def run() -> float:
     method = "fork" if get_accelerator().device_name() == "cpu" else "spawn"
     os.environ["DS_ACCELERATOR"] = "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        process = multiprocessing.get_context(method).Process
-        ranks = [process(target=_rank, args=(rank, folder)) for rank in range(2)]
+        context: Any = multiprocessing.get_context(method)
+        ranks = [context.Process(target=_rank, args=(rank, folder)) for rank in range(2)]
         for each in ranks:
             each.start()
         for each in ranks:
