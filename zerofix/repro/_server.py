@@ -5,6 +5,7 @@ results, a line of JSON each.
 """
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ def main() -> None:
     if forks:
         with contextlib.redirect_stdout(sys.stderr):
             import deepspeed  # noqa: F401
+        gc.freeze()  # an engine collects garbage some ten times, and would go through all of this
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryFile("w+") as output:
