@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: make demo, make test.
 PYTHON ?= python3
 VENV := .venv
+INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test lint matrix clean
@@ -21,10 +22,12 @@ lint: $(INSTALLED)
 matrix: $(INSTALLED)
 	$(VENV)/bin/nox
 
+# torch for CUDA, which pip takes where it finds none for CPUs alone, asks for a triton of its own.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --constraint constraints.txt || { \
+		grep -v '^triton' constraints.txt > $(VENV)/constraints.txt; \
+		$(INSTALL) --constraint $(VENV)/constraints.txt; }
 	touch $@
 
 clean:
