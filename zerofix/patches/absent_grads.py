@@ -87,8 +87,8 @@ def _zero(absent: list[Any], optimizer: Any, passed_on: list[bool | None], bound
 def is_over(optimizer: Any) -> bool:
     """Whether an earlier backward was the last of this step.
 
-    Losses with a backward each, and up to 0.18 no ``set_gradient_accumulation_boundary``: every
-    one of them is the last, and must not write over what another wrote.
+    Where each loss of a step has a backward, and nobody sets the boundary, every one of them is
+    the last: zeros of a later one must not be written over what an earlier one wrote.
     """
     return bool(optimizer.__dict__.get("step_is_over"))
 
