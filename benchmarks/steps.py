@@ -1,10 +1,10 @@
-"""A training step with copy_grads against the same step on stock DeepSpeed.
+"""A training step with some fixes against the same step on stock DeepSpeed.
 
-    python benchmarks/copy_grads.py [--blocks N]
+    python benchmarks/steps.py copy_grads|absent_grads [--blocks N]
 
 One process, one engine a configuration: blocks of steps alternate between stock and patched
 (`zerofix.revert`, `zerofix.apply`), and the ratio is the median of those of neighbouring blocks.
-Writes benchmarks/results/copy_grads.json. Needs a release that has the defect.
+Every parameter has its gradient. Writes benchmarks/results/NAME.json.
 """
 
 import argparse
@@ -14,14 +14,23 @@ import time
 import zerofix
 
 STEPS = 5
+MEASURED = {
+    "copy_grads": (["copy_grads"], [(1, True), (2, True)]),
+    "absent_grads": (
+        ["absent_grads", "absent_grads_zero3"],
+        [(1, True), (2, True), (3, False), (3, True)],
+    ),
+}
+"""Name to the fixes, and the stages with and without offload."""
 
 
-def engine(stage: int, accumulation: int):
+def engine(stage: int, offload: bool, accumulation: int):
     import deepspeed
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+    zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
     made, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.Adam(model.parameters()),
@@ -30,7 +39,7 @@ def engine(stage: int, accumulation: int):
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": 0.0,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization": zero,
         },
     )
     return made
@@ -49,8 +58,10 @@ def seconds(made, accumulation: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=MEASURED)
     parser.add_argument("--blocks", type=int, default=25)
-    blocks = parser.parse_args().blocks
+    options = parser.parse_args()
+    fixes, stages = MEASURED[options.name]
 
     from results import write
 
@@ -59,15 +70,14 @@ def main() -> None:
     join_world_of_one()
 
     figures = []
-    for stage in (1, 2):
+    for stage, offload in stages:
         for accumulation in (1, 4):
-            made = engine(stage, accumulation)
+            made = engine(stage, offload, accumulation)
             times: dict[str, list[float]] = {"stock": [], "zerofix": []}
-            for block in range(2 * blocks + 2):
-                if block % 2:
-                    zerofix.apply("copy_grads")
-                else:
-                    zerofix.revert()
+            for block in range(2 * options.blocks + 2):
+                zerofix.revert()
+                for fix in fixes if block % 2 else ():
+                    zerofix.apply(fix)
                 took = seconds(made, accumulation)
                 if block >= 2:
                     times["zerofix" if block % 2 else "stock"].append(took)
@@ -76,13 +86,15 @@ def main() -> None:
             figures.append(
                 {
                     "stage": stage,
+                    "offload": offload,
                     "gradient_accumulation_steps": accumulation,
                     "stock_ms": round(1e3 * stock, 3),
                     "zerofix_ms": round(1e3 * patched, 3),
                     "ratio": round(statistics.median(b / a for a, b in pairs), 3),
                 }
             )
-    write("copy_grads", {"blocks": blocks, "steps_per_block": STEPS, "figures": figures})
+    measured = {"blocks": options.blocks, "steps_per_block": STEPS, "figures": figures}
+    write(options.name, measured)
 
 
 if __name__ == "__main__":
