@@ -16,6 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
+import zerofix
 from zerofix.fix import Fix
 from zerofix.patches import CATALOGUE
 from zerofix.settings import toggle
@@ -23,7 +24,6 @@ from zerofix.settings import toggle
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by tools/make_docs.py -->", "<!-- end -->"
 REPAIRED = "repaired"
-ISSUE = "https://github.com/deepspeedai/DeepSpeed/issues/"
 
 Verdicts = Mapping[str, Mapping[str, Any]]
 """Release to what `zerofix verify` found of one fix there, the oldest release first."""
@@ -79,7 +79,8 @@ def fixes(found: Mapping[str, Verdicts]) -> str:
 def section(fix: Fix, verdicts: Verdicts) -> str:
     said = spans(verdicts)
     last = list(verdicts.values())[-1]
-    links = [f"[{number}]({ISSUE}{number.removeprefix('#')})" for number in fix.upstream]
+    pairs = zip(fix.upstream, zerofix.status()[fix.name].links, strict=True)
+    links = [f"[{number}]({link})" for number, link in pairs]
     rest = [f"{word} on {where}" for word, where in said.items() if word != REPAIRED]
     parts = {
         "Symptom": fix.symptom,
