@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from processes import ask
+from processes import World
 from training import LOSS_SCALE, micro_batch, prepare_accelerator
 
 if TYPE_CHECKING:
@@ -95,20 +95,22 @@ class Case:
 
 
 def launch(
-    cases: Sequence[Case],
-    world_size: int,
-    *,
-    patched: bool,
-    ordered: bool = False,
-    timeout: float = 300.0,
+    cases: Sequence[Case], world_size: int, *, patched: bool, ordered: bool = False
 ) -> dict[Case, float | str]:
     """The largest error of a weight in each case; a string is the error a case ended with.
 
     ``ordered`` asks for reduction_order.
     """
+    with World(worker, world_size, patched=patched) as world:
+        return train_in(world, cases, ordered=ordered, timeout=300.0)
+
+
+def train_in(
+    world: World, cases: Sequence[Case], *, ordered: bool, timeout: float = 60.0
+) -> dict[Case, float | str]:
+    """The same in a world of ``worker`` that stays, and was ``ordered`` from its first case on."""
     request = {"ordered": ordered, "cases": [asdict(case) for case in cases]}
-    answers = ask(worker, request, world_size, patched=patched, timeout=timeout)
-    return dict(zip(cases, answers, strict=True))
+    return dict(zip(cases, world.ask(request, timeout=timeout), strict=True))
 
 
 def build_model(case: Case) -> nn.Module:
@@ -328,16 +330,17 @@ def worker(folder: Path) -> None:
     from deepspeed.accelerator import get_accelerator
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    gc.freeze()  # see training.worker
-    prepare_accelerator()
-    deepspeed.init_distributed(
-        get_accelerator().communication_backend_name(),
-        auto_mpi_discovery=False,
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-    )
+    if not torch.distributed.is_initialized():
+        torch.set_num_threads(1)
+        gc.freeze()  # see training.worker
+        prepare_accelerator()
+        deepspeed.init_distributed(
+            get_accelerator().communication_backend_name(),
+            auto_mpi_discovery=False,
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+        )
     answers: list[float | str] = []
     for each in request["cases"]:
         lists = {name: tuple(value) for name, value in each.items() if isinstance(value, list)}
@@ -353,4 +356,3 @@ def worker(folder: Path) -> None:
             answers.append(f"{type(error).__name__}: {error}")
     if rank == 0:
         (folder / "answer.json").write_text(json.dumps(answers))
-    torch.distributed.destroy_process_group()

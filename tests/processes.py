@@ -1,5 +1,7 @@
 """Runs Python programs in processes of their own, with the DeepSpeed of this environment."""
 
+from __future__ import annotations
+
 import json
 import multiprocessing
 import os
@@ -9,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -50,48 +53,89 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["__main__", "torch._dynamo", "torch._inductor.compile_fx"])
 
 
+class World:
+    """A group of processes, one a rank, in which a function answers one request after another.
+
+    It is called with a folder that has request.json; rank 0 writes answer.json. ``patched`` leaves
+    it to import zerofix as a user would; otherwise ``ZEROFIX=0`` turns it off.
+    """
+
+    def __init__(self, worker: Callable[[Path], None], size: int, *, patched: bool) -> None:
+        self._worker = worker
+        self._folder = tempfile.TemporaryDirectory()
+        self._requests = 0
+        self._ranks: dict[Any, Any] = {}
+        """Pipe to process."""
+        variables = {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        variables |= {} if patched else {"ZEROFIX": "0"}
+        for rank in range(size):
+            own = environment(None, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
+            log = Path(self._folder.name, f"{rank}.log")
+            here, there = multiprocessing.Pipe()
+            process = SERVER.Process(target=_rank, args=(worker, there, log, own))
+            process.start()
+            there.close()  # so that its end is seen
+            self._ranks[here] = process
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe, process in self._ranks.items():
+            process.kill()
+            process.join()
+            pipe.close()
+        self._folder.cleanup()
+
+    def ask(self, request: Any, timeout: float) -> Any:
+        """The answer to a request. After an error no more can be asked.
+
+        Raises RuntimeError where a rank ends, ``subprocess.TimeoutExpired`` after ``timeout``
+        seconds.
+        """
+        self._requests += 1
+        folder = Path(self._folder.name, str(self._requests))
+        folder.mkdir()
+        (folder / "request.json").write_text(json.dumps(request))
+        for pipe in self._ranks:
+            pipe.send(folder)
+        end = time.monotonic() + timeout
+        waiting = dict(self._ranks)
+        while waiting:
+            ready = wait(waiting, max(0, end - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired(self._worker.__module__, timeout)
+            for pipe in ready:
+                process = waiting.pop(pipe)
+                try:
+                    pipe.recv()
+                except EOFError:
+                    process.join()
+                    logs = Path(self._folder.name).glob("*.log")
+                    tails = "\n".join(log.read_text()[-3000:] for log in logs)
+                    raise RuntimeError(f"a rank ended with {process.exitcode}:\n{tails}") from None
+        return json.loads((folder / "answer.json").read_text())
+
+
 def ask(
     worker: Callable[[Path], None], request: Any, world_size: int, *, patched: bool, timeout: float
 ) -> Any:
-    """Call a function in a group of processes, one a rank, and return its answer.
-
-    It is called with a folder that has request.json; rank 0 writes answer.json. ``patched`` leaves
-    it to import zerofix as a user would; otherwise ``ZEROFIX=0`` turns it off. Raises RuntimeError
-    where a rank ends early, ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
-    """
-    variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    variables |= {} if patched else {"ZEROFIX": "0"}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "request.json").write_text(json.dumps(request))
-        ranks = []
-        for rank in range(world_size):
-            own = environment(None, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
-            ranks.append(SERVER.Process(target=_rank, args=(worker, Path(folder), own)))
-        for process in ranks:
-            process.start()
-        end = time.monotonic() + timeout
-        try:
-            for process in ranks:
-                process.join(max(0, end - time.monotonic()))
-                if process.is_alive():
-                    raise subprocess.TimeoutExpired(worker.__module__, timeout)
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(process.exitcode for process in ranks):
-            tails = "\n".join(log.read_text()[-3000:] for log in Path(folder).glob("*.log"))
-            codes = [process.exitcode for process in ranks]
-            raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
-        return json.loads(Path(folder, "answer.json").read_text())
+    """What a ``World`` of its own answers to one request."""
+    with World(worker, world_size, patched=patched) as world:
+        return world.ask(request, timeout)
 
 
-def _rank(worker: Callable[[Path], None], folder: Path, variables: dict[str, str]) -> None:
-    log = os.open(folder / f"{variables['RANK']}.log", os.O_WRONLY | os.O_CREAT)
-    for output in (1, 2):
-        os.dup2(log, output)
+def _rank(
+    worker: Callable[[Path], None], pipe: Connection, log: Path, variables: dict[str, str]
+) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
     os.environ.clear()
     os.environ.update(variables)
-    worker(folder)
+    while True:
+        worker(pipe.recv())
+        pipe.send(None)
 
 
 # A program that prints what became of the fixes: states, and whether the edited code is in force.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import product
 from subprocess import TimeoutExpired
 
 import pytest
-from absent import BRANCHES, Case, launch
+from absent import BRANCHES, Case, launch, train_in, worker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import World
 
 TOLERANCE = {"bf16-fp32": 5e-3}
 """Elsewhere 2e-6. With bf16 and sums in fp32, each release rounds in places of its own."""
@@ -47,43 +49,40 @@ WRONG = [
 ]
 
 
-def chosen(seed: int, world_size: int) -> Case:
-    """A case drawn by chance, in which each rank has a pattern of its own."""
-    draw = random.Random(seed)
-    stage, offload = draw.choice(ROADS)
-    dtype = draw.choice(["fp32", "fp32", "fp16", "bf16", "bf16-fp32"])
-    # ZeRO-1 has it wrong on several ranks up to 0.18, and without offload not in this optimizer.
-    dtype = "bf16" if (stage, dtype) == (1, "bf16-fp32") else dtype
-    accumulated = draw.randint(1, 4)
+# Not left to hypothesis, whose first examples resemble each other.
+FIXED = [
+    (*road, dtype, world_size)
+    for road, dtype, world_size in product(ROADS, ("fp32", "fp16", "bf16", "bf16-fp32"), (1, 2))
+    # Wrong on several ranks up to 0.18, and without offload not in this optimizer.
+    if (road[0], dtype) != (1, "bf16-fp32")
+]
+
+
+@st.composite
+def cases(draw: st.DrawFn, stage: int, offload: bool, dtype: str, world_size: int) -> Case:
+    """A case in which each rank may have a pattern of its own."""
     # By hand, gradients are summed and not averaged: training that amplifies what is rounded.
-    by_hand = draw.random() < 0.3 and dtype != "bf16-fp32"
-    patterns = draw.choice([1, world_size])
-    used = tuple(
-        tuple(
-            tuple(draw.randrange(2**BRANCHES) for _ in range(patterns))
-            for _ in range(draw.randint(1, 4) if by_hand else accumulated)
-        )
-        for _ in range(4)
-    )
+    by_hand = dtype != "bf16-fp32" and draw(st.booleans())
+    ranks = st.tuples(*[st.integers(0, ALL)] * draw(st.sampled_from([1, world_size])))
+    micro_batches = draw(st.integers(1, 4))
+    steps = st.lists(ranks, min_size=1 if by_hand else micro_batches, max_size=micro_batches)
+    used = tuple(map(tuple, draw(st.lists(steps, min_size=4, max_size=4))))
     overflow = (-1, -1)
-    if dtype == "fp16" and draw.random() < 0.7:
-        step = draw.randrange(3)
-        overflow = (step, draw.randrange(len(used[step])))
+    if dtype == "fp16" and draw(st.booleans()):
+        step = draw(st.integers(0, 2))
+        overflow = (step, draw(st.integers(0, len(used[step]) - 1)))
     return Case(
         stage,
         offload,
         used,
-        optimizer="sgd" if dtype == "bf16-fp32" else draw.choice(["sgd", "adam"]),
+        optimizer="sgd" if dtype == "bf16-fp32" else draw(st.sampled_from(["sgd", "adam"])),
         dtype=dtype,
-        overlap_comm=draw.random() < 0.5,
+        overlap_comm=draw(st.booleans()),
         by_hand=by_hand,
-        clipping=draw.choice([0.0, 0.0, 0.5]),
-        groups=draw.choice([1, 2]),
+        clipping=draw(st.sampled_from([0.0, 0.5])),
+        groups=draw(st.integers(1, 2)),
         overflow=overflow,
     )
-
-
-CHOSEN = [(chosen(seed, world_size), world_size) for world_size, seed in product((1, 2), range(60))]
 
 
 # What is thrown away with zero_grad does not come back, and no_sync goes with overlap_comm.
@@ -123,7 +122,7 @@ BESIDE = ABANDONED + NO_SYNC + FROZEN + EMPTIED + HEADS + LEAVES + CHECKPOINTED
 
 @cache
 def errors(world_size: int, patched: bool, ordered: bool) -> Mapping[Case, float | str]:
-    every = WRONG + CHOSEN + BESIDE if patched else WRONG
+    every = WRONG + BESIDE if patched else WRONG
     cases = [case for case, size in every if size == world_size]
     if ordered:  # reduction_order has to be asked for: the others must do without
         cases = [case for case in cases if not case.agreed or case.checkpointed]
@@ -148,13 +147,46 @@ def test_stock_is_wrong(case: Case, world_size: int) -> None:
     assert error(errors(world_size, False, False)[case]) > 1e-4
 
 
-@pytest.mark.parametrize(("case", "world_size"), WRONG + CHOSEN + BESIDE, ids=str)
+@pytest.mark.parametrize(("case", "world_size"), WRONG + BESIDE, ids=str)
 def test_a_missing_gradient_is_zero(case: Case, world_size: int) -> None:
     found = [errors(world_size, True, ordered).get(case) for ordered in (False, True)]
     found = [told for told in found if told is not None]
     assert found
     for told in found:
         assert error(told) <= TOLERANCE.get(case.dtype, 2e-6)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[tuple[int, bool], World]]:
+    """Number of ranks, and whether they are ordered, to a world that stays."""
+    started: dict[tuple[int, bool], World] = {}
+    yield started
+    for world in started.values():
+        world.__exit__()
+
+
+@pytest.mark.parametrize(("stage", "offload", "dtype", "world_size"), FIXED)
+@settings(max_examples=4, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_random_patterns(
+    data: st.DataObject,
+    worlds: dict[tuple[int, bool], World],
+    stage: int,
+    offload: bool,
+    dtype: str,
+    world_size: int,
+) -> None:
+    case = data.draw(cases(stage, offload, dtype, world_size))
+    ordered = not case.agreed and case.stage < 3
+    key = world_size, ordered
+    if key not in worlds:
+        worlds[key] = World(worker, world_size, patched=True)
+    try:
+        told = train_in(worlds[key], [case], ordered=ordered)[case]
+    except (RuntimeError, TimeoutExpired):
+        worlds.pop(key).__exit__()  # the next example has a new one
+        raise
+    assert error(told) <= TOLERANCE.get(case.dtype, 2e-6)
 
 
 def test_zero_grad_leaves_optimizers_alone_that_are_not_zeros() -> None:
