@@ -31,7 +31,7 @@ def test_status_tells_all_there_is_to_know():
     told = json.loads(done.stdout)
     assert told["deepspeed"] == RELEASE
     assert told["deepspeed_path"].endswith("deepspeed")
-    assert told["torch"] == metadata.version("torch")
+    assert told["torch"].startswith(metadata.version("torch"))  # which may leave out the +cu130
     assert told["accelerator"] == "cpu"
     assert told["cpu_adam"] in ("jit", "prebuilt")
     assert told["settings"] == {"ZEROFIX_LOG": "quiet"}

@@ -50,7 +50,8 @@ def test_a_wheel_works_beside_deepspeed_in_a_clean_environment(packages, tmp_pat
     (site,) = (tmp_path / "clean" / "lib").glob("python*/site-packages")
     command("pip", "--python", python, "install", "--no-deps", "--quiet", packages[1])
     others = [p for p in sys.path if "site-packages" in p or Path(p, "deepspeed").is_dir()]
-    (site / "others.pth").write_text("\n".join(p for p in others if not Path(p).samefile(ROOT)))
+    others = [f"import site; site.addsitedir({p!r})" for p in others if not Path(p).samefile(ROOT)]
+    (site / "others.pth").write_text("\n".join(others))
     clean = environment() | {"PYTHONPATH": "", "PATH": f"{python.parent}{os.pathsep}/usr/bin:/bin"}
 
     def run(*arguments):

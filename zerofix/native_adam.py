@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def bind_anew(init: Callable[..., None]) -> Callable[..., None]:

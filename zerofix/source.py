@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import functools
 import inspect
 import io
 import sys
@@ -44,7 +45,7 @@ class Site:
     node: Definition
     """Its definition, with the line numbers of the source file."""
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         return fingerprint(self.node)
 
@@ -151,13 +152,12 @@ def fingerprint(node: ast.AST) -> str:
     """
     import hashlib
 
-    return hashlib.sha256("".join(_canonical(node)).encode()).hexdigest()[:16]
+    return hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]
 
 
-def _canonical(node: object) -> Iterator[str]:
+def _canonical(node: object) -> str:
     if isinstance(node, ast.AST):
-        yield type(node).__name__
-        yield "("
+        fields = []
         for field in node._fields:
             value = getattr(node, field, None)
             if field == "body" and _has_docstring(node):
@@ -167,18 +167,11 @@ def _canonical(node: object) -> Iterator[str]:
             # Fields that only some Pythons have are written when they are filled.
             if value is None or value == [] or field in ("ctx", "kind", "type_comment"):
                 continue
-            yield field
-            yield "="
-            yield from _canonical(value)
-        yield ")"
-    elif isinstance(node, list):
-        yield "["
-        for item in node:
-            yield from _canonical(item)
-            yield ","
-        yield "]"
-    else:
-        yield f"{type(node).__name__}:{node!r}"
+            fields.append(f"{field}={_canonical(value)}")
+        return f"{type(node).__name__}({''.join(fields)})"
+    if isinstance(node, list):
+        return "[" + "".join(_canonical(item) + "," for item in node) + "]"
+    return f"{type(node).__name__}:{node!r}"
 
 
 def _alike(one: types.CodeType, other: types.CodeType) -> bool:

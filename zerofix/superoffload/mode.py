@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from weakref import WeakSet
 
 TYPE_CHECKING = False
@@ -50,6 +49,8 @@ def needed(sizes: Sequence[int]) -> int:
 
 def available() -> int:
     """Bytes that this process may still take without swapping, its control group considered."""
+    from pathlib import Path
+
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     group = Path("/sys/fs/cgroup")  # of version 2, as seen in a container
