@@ -111,10 +111,13 @@ class World:
                     pipe.recv()
                 except EOFError:
                     process.join()
-                    logs = Path(self._folder.name).glob("*.log")
-                    tails = "\n".join(log.read_text()[-3000:] for log in logs)
+                    tails = "\n".join(log[-3000:] for log in self.logs())
                     raise RuntimeError(f"a rank ended with {process.exitcode}:\n{tails}") from None
         return json.loads((folder / "answer.json").read_text())
+
+    def logs(self) -> list[str]:
+        """What each rank has written to stdout and stderr so far."""
+        return [Path(self._folder.name, f"{k}.log").read_text() for k in range(len(self._ranks))]
 
 
 def ask(

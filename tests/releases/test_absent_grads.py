@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from subprocess import TimeoutExpired
@@ -17,6 +18,7 @@ TOLERANCE = {"bf16-fp32": 5e-3}
 """Elsewhere 2e-6. With bf16 and sums in fp32, each release rounds in places of its own."""
 
 ALL = 2**BRANCHES - 1
+DISAGREE = "ranks had gradients of different parameters"
 Steps = tuple[tuple[tuple[int, ...], ...], ...]
 
 
@@ -161,8 +163,10 @@ def worlds() -> Iterator[dict[tuple[int, bool], World]]:
     """Number of ranks, and whether they are ordered, to a world that stays."""
     started: dict[tuple[int, bool], World] = {}
     yield started
+    said = "".join(log for world in started.values() for log in world.logs())
     for world in started.values():
         world.__exit__()
+    assert DISAGREE not in said  # all ranks agreed, or were ordered
 
 
 @pytest.mark.parametrize(("stage", "offload", "dtype", "world_size"), FIXED)
@@ -187,6 +191,19 @@ def test_random_patterns(
         worlds.pop(key).__exit__()  # the next example has a new one
         raise
     assert error(told) <= TOLERANCE.get(case.dtype, 2e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_disagree_are_warned_once(stage: int, offload: bool, overlap: bool) -> None:
+    wrong = Case(stage, offload, EACH_ITS_OWN, overlap_comm=overlap)
+    right = replace(wrong, used=LATE)
+    with World(worker, 2, patched=True) as world:
+        assert error(train_in(world, [right], ordered=False)[right]) <= 2e-6
+        assert DISAGREE not in "".join(world.logs())
+        assert error(train_in(world, [wrong], ordered=False)[wrong]) > 1e-4
+        assert [log.count(DISAGREE) for log in world.logs()] == [1, 0]
 
 
 def test_zero_grad_leaves_optimizers_alone_that_are_not_zeros() -> None:
