@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import operator
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from zerofix.settings import SettingsError, bucket_copy
@@ -22,6 +23,8 @@ _Group = tuple[torch.dtype, torch.dtype, bool]
 _dtype = operator.attrgetter("dtype")
 _TRITON_TYPES = {torch.float32, torch.bfloat16, torch.float16}
 
+_OLDEST_TRITON = Version("3.2")
+"""One before it does not compile the kernel: it takes no type for an argument."""
 _ROUNDS = 3
 """How often each way is timed before ``auto`` decides."""
 _triton_wins: dict[tuple[object, ...], bool] = {}
@@ -58,7 +61,7 @@ def pack(
     Raises:
         ValueError: the lists, or a source and its destination, do not fit each other.
         SettingsError: ``ZEROFIX_BUCKET_COPY=triton`` for tensors that Triton cannot copy, because
-            it is not installed or they are not on a GPU.
+            it is not installed or too old, or they are not on a GPU.
     """
     with torch.no_grad():
         torch.ops.zerofix.pack.default(sources, destinations, scale)
@@ -143,14 +146,17 @@ def _by_triton(sources: list[Tensor], destinations: list[Tensor], scale: float |
 @functools.cache
 def _why_no_triton(device: torch.device) -> str:
     """Empty where the kernel can run."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    try:
+        import triton
+    except Exception as error:  # not installed, or broken
+        return f"Triton cannot be imported: {error}"
+    if Version(triton.__version__) < _OLDEST_TRITON:
+        return f"Triton {triton.__version__} is older than {_OLDEST_TRITON}"
     if device.type == "cuda":
         return ""
-    from triton import knobs
-
-    # TRITON_INTERPRET=1 is how it is tested.
-    return "" if knobs.runtime.interpret else f"the tensors are on {device}"
+    # Its interpreter is how it is tested.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return "" if interpreted else f"the tensors are on {device}"
 
 
 def triton_may_copy(device: torch.device) -> bool:
@@ -165,8 +171,8 @@ def triton_may_copy(device: torch.device) -> bool:
     why = _why_no_triton(device)
     if why and asked == "triton":
         raise SettingsError(
-            f"ZEROFIX_BUCKET_COPY=triton needs Triton and tensors on a GPU; {why}. "
-            "Unset it, or set it to auto."
+            f"ZEROFIX_BUCKET_COPY=triton needs Triton {_OLDEST_TRITON} and tensors on a GPU; "
+            f"{why}. Unset it, or set it to auto."
         )
     return not why
 
