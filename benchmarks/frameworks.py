@@ -7,23 +7,25 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from results import write
-
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from framework_training import FRAMEWORKS, worker
 from processes import ask
 
+PACKAGES = ("transformers", "accelerate", "lightning")
+
+
+def main() -> None:
+    from results import write  # it imports zerofix, which forks for stock must not inherit
+
+    errors = {
+        framework: {
+            name: ask(worker, (framework, "first"), 1, patched=patched, timeout=300)[0]
+            for name, patched in (("stock", False), ("zerofix", True))
+        }
+        for framework in FRAMEWORKS
+    }
+    write("frameworks", {name: metadata.version(name) for name in PACKAGES} | {"errors": errors})
+
+
 if __name__ == "__main__":
-    write(
-        "frameworks",
-        {name: metadata.version(name) for name in ("transformers", "accelerate", "lightning")}
-        | {
-            "errors": {
-                framework: {
-                    kind: ask(worker, (framework, "first"), 1, patched=patched, timeout=300)[0]
-                    for kind, patched in (("stock", False), ("zerofix", True))
-                }
-                for framework in FRAMEWORKS
-            }
-        },
-    )
+    main()

@@ -1,8 +1,9 @@
-"""Writes docs/fixes.md, docs/releases.md and the table in README.md.
+"""Writes docs/fixes.md, docs/releases.md and tables in README.md and docs/frameworks.md.
 
 From the records in zerofix/patches and the results of `zerofix verify` on every release:
 
 .venv/bin/nox -s verify -- --write     # benchmarks/results/verify-RELEASE.json
+.venv/bin/python benchmarks/frameworks.py
 .venv/bin/python tools/make_docs.py
 """
 
@@ -42,13 +43,27 @@ def pages() -> dict[Path, str]:
     for result in results:
         for verdict in result["verdicts"]:
             found[verdict["fix"]][result["deepspeed"]] = verdict
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    return {
-        readme: f"{before}{BEGIN}\n{summary(found)}\n{END}{rest.partition(END)[2]}",
+    written = {ROOT / "README.md": summary(found), ROOT / "docs" / "frameworks.md": frameworks()}
+    return {path: between(path.read_text(), made) for path, made in written.items()} | {
         ROOT / "docs" / "fixes.md": fixes(found),
         ROOT / "docs" / "releases.md": releases(found),
     }
+
+
+def between(text: str, made: str) -> str:
+    """A text with what is made between the marks."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}"
+
+
+def frameworks() -> str:
+    result = json.loads((ROOT / "benchmarks" / "results" / "frameworks.json").read_text())
+    rows = [["framework", "stock", "`import zerofix`"]]
+    for name, errors in result["errors"].items():
+        rows.append([name, f"{errors['stock']:.1e}", f"{errors['zerofix']:.1e}"])
+    names = ("deepspeed", "transformers", "accelerate", "lightning")
+    versions = ", ".join(f"{name} {result[name]}" for name in names)
+    return f"{table(rows)}\n\nOne rank on a CPU, with {versions}."
 
 
 def summary(found: Mapping[str, Verdicts]) -> str:
