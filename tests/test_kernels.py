@@ -69,13 +69,7 @@ print(json.dumps([sum(launches), torch.equal(bucket[far - 2:], expected)]))
 """
 
 
-# torch 2.4 has Triton 3.0, where torch copies. Triton 3.2 is compiled for by other functions.
-HAS_TRITON = pytest.mark.skipif(
-    Version(triton.__version__) < Version("3.3"), reason="Triton is too old for it"
-)
-
-
-@HAS_TRITON
+@pytest.mark.skipif(Version(triton.__version__) < module._OLDEST_TRITON, reason="torch copies")
 def test_the_kernel_copies_every_layout_and_far_offsets_in_the_interpreter():
     """To the bit but for what is rounded: the interpreter truncates where it should round to
     nearest. Subnormals are left to the GPU: the interpreter casts 1e-39 to 4e-39."""
@@ -97,7 +91,9 @@ VECTORS = {
 }
 
 
-@HAS_TRITON
+@pytest.mark.skipif(
+    Version(triton.__version__) < Version("3.3"), reason="it is asked to compile in another way"
+)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("source", "destination", "scaled"),
