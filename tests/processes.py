@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -98,7 +99,8 @@ class World:
         folder.mkdir()
         (folder / "request.json").write_text(json.dumps(request))
         for pipe in self._ranks:
-            pipe.send(folder)
+            with contextlib.suppress(OSError):  # of a rank that has ended
+                pipe.send(folder)
         end = time.monotonic() + timeout
         waiting = dict(self._ranks)
         while waiting:
@@ -109,7 +111,7 @@ class World:
                 process = waiting.pop(pipe)
                 try:
                     pipe.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     process.join()
                     tails = "\n".join(log[-3000:] for log in self.logs())
                     raise RuntimeError(f"a rank ended with {process.exitcode}:\n{tails}") from None

@@ -12,11 +12,13 @@ import gc
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from select import select
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -402,8 +404,15 @@ class Forked:
     def __init__(self, command: Sequence[str], *, pass_fds: tuple[int, int], **_: Any) -> None:
         from zerofix.superoffload.worker import serve
 
+        # In Python 3.10 a fork beside threads, as gloo's, may wait for ever before it gets here.
+        begun, begin = os.pipe()
         self.pid = os.fork()
+        while self.pid and not select([begun], [], [], 5.0)[0]:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = os.fork()
         if self.pid == 0:
+            os.write(begin, b".")
             # Also the other end of the connection, whose end is to be noticed.
             for number in os.listdir("/proc/self/fd"):
                 if int(number) > 2 and int(number) not in pass_fds:
@@ -413,6 +422,8 @@ class Forked:
                 serve(*pass_fds)
             finally:
                 os._exit(0)
+        os.close(begun)
+        os.close(begin)
 
     def wait(self, timeout: float | None = None) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

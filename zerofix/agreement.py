@@ -20,10 +20,12 @@ class Agreement:
         self._result: tuple[Tensor, Callable[[], Any]] | None = None
         """The largest digest and minus the smallest, and what waits for their arrival."""
 
-    def note(self, reduced: Sequence[bool]) -> None:
-        """Take from a backward which parameters were reduced, in the same order on all ranks."""
-        if any(reduced):  # ZeRO-1 reduces none before the last, and ranks may have more of those
-            self._digest = zlib.crc32(bytes(reduced), self._digest)
+    def note(self, had_gradient: Sequence[bool]) -> None:
+        """Take from a backward which parameters had a gradient, in one order on all ranks."""
+        if any(
+            had_gradient
+        ):  # ZeRO-1 reduces none before the last, and ranks may have more of those
+            self._digest = zlib.crc32(bytes(had_gradient), self._digest)
 
     def compare(self) -> bool:
         """Begin to compare this step's backwards; whether those of the step before agreed.
@@ -40,14 +42,14 @@ class Agreement:
         digests = torch.empty(2, dtype=torch.float32, device=accelerator.current_device_name())
         digests[0], digests[1] = digest, -digest  # without a copy, which would wait
         reduction = comm.all_reduce(digests, op=comm.ReduceOp.MAX, group=self._group, async_op=True)
-        if accelerator.resolves_data_dependency():
-            self._result = digests, reduction.wait
-        else:
-            reduction.wait()  # the stream does, the host does not
+        wait = reduction.wait if reduction else lambda: None  # oneCCL has waited already
+        if not accelerator.is_synchronized_device():
+            wait()  # the stream does, the host does not
             event = accelerator.Event()
             digests = digests.to("cpu", non_blocking=True)
             event.record(accelerator.current_stream())
-            self._result = digests, event.synchronize
+            wait = event.synchronize
+        self._result = digests, wait
         if before is None:
             return True
         digests, wait = before

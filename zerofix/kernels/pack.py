@@ -148,10 +148,12 @@ def _why_no_triton(device: torch.device) -> str:
     """Empty where the kernel can run."""
     try:
         import triton
-    except Exception as error:  # not installed, or broken
-        return f"Triton cannot be imported: {error}"
-    if Version(triton.__version__) < _OLDEST_TRITON:
-        return f"Triton {triton.__version__} is older than {_OLDEST_TRITON}"
+
+        version = Version(triton.__version__)
+    except Exception as error:  # not installed, broken, or something else of that name
+        return f"Triton cannot be imported: {error!r}"
+    if version < _OLDEST_TRITON:
+        return f"Triton {version} is older than {_OLDEST_TRITON}"
     if device.type == "cuda":
         return ""
     # Its interpreter is how it is tested.

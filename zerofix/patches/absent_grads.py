@@ -25,7 +25,7 @@ def include_absent(optimizer: Any) -> None:
         return
     boundary = at_boundary(optimizer)
     reduced = optimizer.params_already_reduced
-    _warn_if_ranks_disagree(optimizer, reduced, boundary)
+    had_gradient = list(reduced)
     passed_on = optimizer.__dict__.setdefault("passed_on", [None] * len(reduced))
     if not all(reduced):
         absent = [
@@ -46,6 +46,8 @@ def include_absent(optimizer: Any) -> None:
         if present or not passed_on[k]:
             passed_on[k] = boundary
     optimizer.step_is_over = boundary or is_over(optimizer)
+    # After all gradients, or ranks that reduce them all the same would do so out of step.
+    _warn_if_ranks_disagree(optimizer, had_gradient, boundary)
 
 
 def _reduce(absent: list[tuple[int, Any]], optimizer: Any) -> None:
@@ -85,7 +87,7 @@ def _zero(absent: list[Any], optimizer: Any, passed_on: list[bool | None], bound
                 optimizer.clear_grad_attribute(param)
 
 
-def _warn_if_ranks_disagree(optimizer: Any, reduced: list[bool], boundary: bool) -> None:
+def _warn_if_ranks_disagree(optimizer: Any, had_gradient: list[bool], boundary: bool) -> None:
     """Compare, a step late, which parameters had a gradient; after a warning no more."""
     from deepspeed import comm
     from deepspeed.utils import logger
@@ -101,13 +103,13 @@ def _warn_if_ranks_disagree(optimizer: Any, reduced: list[bool], boundary: bool)
     agreement = optimizer.agreement
     if agreement is None:
         return
-    agreement.note(reduced)
+    agreement.note(had_gradient)
     if boundary and not agreement.compare():
         optimizer.agreement = None
         if comm.get_rank(group=group) == 0:
             logger.warning(
-                "zerofix: ranks had gradients of different parameters in the same backward, and "
-                "DeepSpeed has added them to each other: what it trains is wrong. "
+                "zerofix: ranks had gradients of different parameters in the same backward, which "
+                "DeepSpeed may have added to each other: what it trains may be wrong. "
                 "ZEROFIX_REDUCTION_ORDER=1 repairs this."
             )
 
