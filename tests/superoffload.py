@@ -407,7 +407,7 @@ class Forked:
         # In Python 3.10 a fork beside threads, as gloo's, may wait for ever before it gets here.
         begun, begin = os.pipe()
         self.pid = os.fork()
-        while self.pid and not select([begun], [], [], 5.0)[0]:
+        while self.pid and not select([begun], [], [], 2.0)[0]:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.pid = os.fork()
