@@ -6,7 +6,6 @@ missing gradient is zero in the sum over ranks and micro-batches.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from processes import World
-from training import LOSS_SCALE, micro_batch, prepare_accelerator
+from training import LOSS_SCALE, join_world, micro_batch
 
 if TYPE_CHECKING:
     import torch
@@ -332,22 +331,11 @@ def worker(folder: Path) -> None:
     if request["ordered"]:
         os.environ["ZEROFIX_REDUCTION_ORDER"] = "1"
     import zerofix  # noqa: F401, I001
-    import deepspeed
     import torch
-    from deepspeed.accelerator import get_accelerator
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.distributed.is_initialized():
-        torch.set_num_threads(1)
-        gc.freeze()  # see training.worker
-        prepare_accelerator()
-        deepspeed.init_distributed(
-            get_accelerator().communication_backend_name(),
-            auto_mpi_discovery=False,
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world_size,
-        )
+        join_world(folder)
     if not request["cases"]:  # with a reduction of `Agreement` on its way
         torch.distributed.destroy_process_group()
         sys.exit()

@@ -373,13 +373,12 @@ def _waiting(gather: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather_into_tensor
 
 
-def worker(folder: Path) -> None:
-    import zerofix  # noqa: F401, I001
+def join_world(folder: Path) -> None:
+    """Join the ranks of ``processes.World``, whose store is in the folder, for small trainings."""
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     # Each engine collects garbage several times: without this over all that is imported.
     gc.freeze()
@@ -388,9 +387,17 @@ def worker(folder: Path) -> None:
         get_accelerator().communication_backend_name(),
         auto_mpi_discovery=False,
         init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
     )
+
+
+def worker(folder: Path) -> None:
+    import zerofix  # noqa: F401, I001
+    import torch
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    join_world(folder)
     answers: list[dict[str, Any] | str] = []
     for request in json.loads((folder / "request.json").read_text()):
         tuples = {name: tuple(request[name]) for name in ("backwards", "branch")}

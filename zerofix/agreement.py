@@ -22,9 +22,8 @@ class Agreement:
 
     def note(self, had_gradient: Sequence[bool]) -> None:
         """Take from a backward which parameters had a gradient, in one order on all ranks."""
-        if any(
-            had_gradient
-        ):  # ZeRO-1 reduces none before the last, and ranks may have more of those
+        # ZeRO-1 reduces none before the last, and one rank may have more of those than another.
+        if any(had_gradient):
             self._digest = zlib.crc32(bytes(had_gradient), self._digest)
 
     def compare(self) -> bool:
