@@ -16,6 +16,9 @@ from pathlib import Path
 
 import nox
 
+from zerofix.gate import has_defect
+from zerofix.patches import CATALOGUE
+
 TABLE = json.loads(Path("zerofix", "releases.json").read_text())
 EVERY = TABLE["releases"]
 
@@ -29,11 +32,11 @@ def covering() -> dict[str, list[str]]:
         for release in releases
     }
     left: dict[tuple[str, ...], set[str]] = {}
-    for fix, verdicts in TABLE["verdicts"].items():
+    for fix in CATALOGUE:
         for release in EVERY:
-            code = [bodies[path, release] for path in verdicts]
-            if all(verdicts[p][body] != "right" for p, body in zip(verdicts, code, strict=True)):
-                left.setdefault((fix, *code), set()).add(release)
+            if has_defect(fix, release):
+                code = [bodies[target.path, release] for target in fix.targets]
+                left.setdefault((fix.name, *code), set()).add(release)
     chosen = {}
     while left:
         best = max(EVERY, key=lambda release: sum(release in found for found in left.values()))

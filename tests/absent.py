@@ -36,7 +36,7 @@ class Case:
     pattern has it on all ranks."""
     optimizer: str = "sgd"
     dtype: str = "fp32"
-    """fp32, fp16, bf16, or bf16-fp32: bf16 with gradients accumulated in fp32."""
+    """fp32, fp16 or bf16; bf16-fp32 is bf16 with gradients accumulated in fp32."""
     overlap_comm: bool = False
     contiguous_gradients: bool = True
     by_hand: bool = False
@@ -80,6 +80,12 @@ class Case:
     def agreed(self) -> bool:
         """Whether all ranks use the same branches."""
         return all(len(set(ranks)) == 1 for step in self.used for ranks in step)
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether ranks put different gradients into the same places of a bucket."""
+        buckets = self.stage < 3 and (self.offload or self.dtype != "bf16-fp32" or self.stage == 2)
+        return buckets and not (self.agreed or self.lone)
 
     @property
     def has_empty(self) -> bool:
@@ -171,6 +177,15 @@ def build_model(case: Case) -> nn.Module:
     return Model()
 
 
+def dtypes_of(case: Case) -> list[torch.dtype]:
+    """What the model is of, and what its gradients are summed in."""
+    import torch
+
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    model, *sums = case.dtype.split("-")
+    return [dtypes[name] for name in (model, *(sums or [model]))]
+
+
 def groups_of(case: Case, parameters: Sequence[Any]) -> list[dict[str, Any]]:
     """The parameters of the model in one group, or the even ones and the odd ones."""
     return [{"params": list(parameters[i :: case.groups])} for i in range(case.groups)]
@@ -198,8 +213,7 @@ def reference(case: Case, world_size: int) -> list[Tensor]:
     """
     import torch
 
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(case.dtype, torch.bfloat16)
-    sums = torch.float32 if case.dtype == "bf16-fp32" else dtype
+    dtype, sums = dtypes_of(case)
     scale = LOSS_SCALE if dtype == torch.float16 else 1.0
     model = build_model(case).to(dtype)
     parameters = list(model.parameters())
@@ -263,9 +277,9 @@ def configuration(case: Case) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if case.dtype.startswith("bf16"):
         config = {"bf16": {"enabled": True}}
-    elif case.dtype == "fp16":
+    elif case.dtype.startswith("fp16"):
         config = {"fp16": {"enabled": True, "loss_scale": LOSS_SCALE}}
-    if case.dtype == "bf16-fp32":
+    if case.dtype.endswith("-fp32"):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config | {
         "train_micro_batch_size_per_gpu": 6,
@@ -282,7 +296,6 @@ def train(case: Case, rank: int, world_size: int) -> float:
     from contextlib import nullcontext
 
     import deepspeed
-    import torch
     from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
 
     model = build_model(case)
@@ -293,7 +306,7 @@ def train(case: Case, rank: int, world_size: int) -> float:
         optimizer=build_optimizer(case, list(model.parameters())),
         config=configuration(case),
     )
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(case.dtype, torch.bfloat16)
+    dtype, _ = dtypes_of(case)
     for step, micro_batches in enumerate(case.used):
         if case.frozen:
             model.last.requires_grad_(step not in case.frozen)
@@ -317,8 +330,14 @@ def train(case: Case, rank: int, world_size: int) -> float:
                 engine.step()
     if case.frozen:
         model.last.requires_grad_(True)
+
+    def weight_of(parameter: Any) -> Tensor:
+        """In fp32, or where DeepSpeed has no other the parameter's own."""
+        weight = safe_get_full_fp32_param(parameter)
+        return parameter.detach() if weight is None else weight
+
     errors = [
-        (safe_get_full_fp32_param(parameter).cpu().flatten() - right.flatten()).abs().max().item()
+        (weight_of(parameter).cpu().flatten() - right.flatten()).abs().max().item()
         for parameter, right in zip(model.parameters(), reference(case, world_size), strict=True)
         if right.numel()
     ]

@@ -90,6 +90,34 @@ class Training:
         return stage
 
     @property
+    def dtype(self) -> str:
+        """Of the model: fp16, bf16 or fp32."""
+        for name in ("fp16", "bf16"):
+            if self.get(f"{name}.enabled", False):
+                return name
+        return "fp32"
+
+    @property
+    def grad_accum_dtype(self) -> str:
+        """What gradients are summed in, as ``dtype``."""
+        default = self.dtype
+        if default == "bf16" and self.stage == 0 and not self.since("0.17.6"):
+            default = "fp32"
+        name = self.get("data_types.grad_accum_dtype", default).removeprefix("torch.")
+        others = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16"}
+        return (others | {"float": "fp32", "float32": "fp32"}).get(name, name)
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed takes its BF16_Optimizer: from 0.17.6 to 0.18.4 it never does."""
+        if (self.dtype, self.grad_accum_dtype) != ("bf16", "fp32"):
+            return False
+        if self.stage == 0:
+            return not self.since("0.17.6")
+        one = self.stage == 1 and not self.offloads_optimizer
+        return one and (self.since("0.18.5") or not self.since("0.17.6"))
+
+    @property
     def offloads_optimizer(self) -> bool:
         """ZeRO with the optimizer in CPU memory or on NVMe."""
         device = self.get("zero_optimization.offload_optimizer.device", "none")

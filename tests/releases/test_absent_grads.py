@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import version
 from itertools import product
 from subprocess import TimeoutExpired
 
@@ -12,10 +13,14 @@ import pytest
 from absent import BRANCHES, Case, launch, train_in, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from processes import World
 
-TOLERANCE = {"bf16-fp32": 5e-3}
-"""Elsewhere 2e-6. With bf16 and sums in fp32, each release rounds in places of its own."""
+TOLERANCE = {"bf16-fp32": 5e-3, "fp16-fp32": 5e-4}
+"""Elsewhere 2e-6. With sums in fp32, each release rounds in places of its own."""
+
+BF16_OPTIMIZER = not Version("0.17.6") <= Version(version("deepspeed")) < Version("0.18.5")
+"""The releases between take another optimizer for bf16-fp32 and ZeRO-1, and train wrong or not."""
 
 ALL = 2**BRANCHES - 1
 DISAGREE = "ranks had gradients of different parameters"
@@ -49,15 +54,16 @@ WRONG = [
     (Case(1, False, EACH_ITS_OWN), 2),
     *((Case(2, offload, EACH_ITS_OWN), 2) for offload in (False, True)),
 ]
+if BF16_OPTIMIZER:
+    WRONG.append((Case(1, False, EACH_ITS_OWN, dtype="bf16-fp32", clipping=5.0), 2))
 
 
 # Not left to hypothesis, whose first examples resemble each other.
 FIXED = [
     (*road, dtype, world_size)
     for road, dtype, world_size in product(ROADS, ("fp32", "fp16", "bf16", "bf16-fp32"), (1, 2))
-    # Wrong on several ranks up to 0.18, and without offload not in this optimizer.
-    if (road[0], dtype) != (1, "bf16-fp32")
-]
+    if BF16_OPTIMIZER or (*road, dtype) != (1, False, "bf16-fp32")
+] + [(1, *rest) for rest in product((False, True), ["fp16-fp32"], (1, 2))]
 
 
 @st.composite
@@ -90,8 +96,12 @@ def cases(draw: st.DrawFn, stage: int, offload: bool, dtype: str, world_size: in
 # What is thrown away with zero_grad does not come back, and no_sync goes with overlap_comm.
 SOME = alike((ALL, 1), (3, 6), (0, ALL))
 ABANDONED = [
-    (Case(stage, offload, SOME, by_hand=True, abandon=True), 1) for stage, offload in ROADS
+    (Case(stage, offload, SOME, by_hand=True, abandon=True), 1)
+    for stage, offload in [(0, False), *ROADS]
 ]
+if BF16_OPTIMIZER:
+    thrown_away = Case(1, False, SOME, dtype="bf16-fp32", by_hand=True, abandon=True)
+    ABANDONED += [(thrown_away, 1), (thrown_away, 2)]
 NO_SYNC = [
     (Case(1, offload, SOME, overlap_comm=overlap, no_sync=True), world_size)
     for offload, overlap, world_size in product((False, True), (False, True), (1, 2))
@@ -132,17 +142,19 @@ def errors(world_size: int, patched: bool, ordered: bool) -> Mapping[Case, float
     every = WRONG + BESIDE if patched else WRONG
     cases = [case for case, size in every if size == world_size]
     if ordered:  # reduction_order has to be asked for: the others must do without
-        cases = [case for case in cases if not (case.agreed or case.lone) or case.checkpointed]
+        cases = [case for case in cases if case.needs_order or case.checkpointed]
     elif patched:
-        cases = [
-            case for case in cases if case.agreed or case.stage == 3 or case.lone or world_size == 1
-        ]
+        cases = [case for case in cases if not case.needs_order or world_size == 1]
     cases = list(dict.fromkeys(cases))
     try:
         return launch(cases, world_size, patched=patched, ordered=ordered)
     except (RuntimeError, TimeoutExpired) as error:
         # Once is enough: every test of the group would wait for the same end.
         return dict.fromkeys(cases, str(error))
+
+
+def tolerance(case: Case) -> float:
+    return TOLERANCE.get(case.dtype, 2e-6)
 
 
 def error(told: float | str) -> float:
@@ -153,7 +165,7 @@ def error(told: float | str) -> float:
 
 @pytest.mark.parametrize(("case", "world_size"), WRONG, ids=str)
 def test_stock_is_wrong(case: Case, world_size: int) -> None:
-    assert error(errors(world_size, False, False)[case]) > 1e-4
+    assert error(errors(world_size, False, False)[case]) > max(1e-4, tolerance(case))
 
 
 @pytest.mark.parametrize(("case", "world_size"), WRONG + BESIDE, ids=str)
@@ -162,7 +174,7 @@ def test_a_missing_gradient_is_zero(case: Case, world_size: int) -> None:
     found = [told for told in found if told is not None]
     assert found
     for told in found:
-        assert error(told) <= TOLERANCE.get(case.dtype, 2e-6)
+        assert error(told) <= tolerance(case)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +200,7 @@ def test_random_patterns(
     world_size: int,
 ) -> None:
     case = data.draw(cases(stage, offload, dtype, world_size))
-    ordered = not case.agreed and case.stage < 3
+    ordered = case.needs_order
     key = world_size, ordered
     if key not in worlds:
         worlds[key] = World(worker, world_size, patched=True)
@@ -197,7 +209,7 @@ def test_random_patterns(
     except (RuntimeError, TimeoutExpired):
         worlds.pop(key).__exit__()  # the next example has a new one
         raise
-    assert error(told) <= TOLERANCE.get(case.dtype, 2e-6)
+    assert error(told) <= tolerance(case)
 
 
 def test_ranks_that_disagree_are_warned_once() -> None:
@@ -211,10 +223,3 @@ def test_ranks_that_disagree_are_warned_once() -> None:
             assert [log.count(DISAGREE) for log in world.logs()] == [k + 1, 0]
         with pytest.raises(RuntimeError, match="ended with 0"):
             train_in(world, [], ordered=False)
-
-
-def test_zero_grad_leaves_optimizers_alone_that_are_not_zeros() -> None:
-    case = Case(1, False, SOME, dtype="bf16-fp32", by_hand=True, abandon=True)
-    told = launch([case], 1, patched=True)[case]
-    # Some releases take an optimizer whose weights nobody can ask for.
-    assert isinstance(told, float) or "'NoneType' object has no attribute 'cpu'" in told

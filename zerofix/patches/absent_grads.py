@@ -167,6 +167,8 @@ def fill(optimizer: Any, param: Any) -> None:
 def _hit_by(training: Training) -> bool | str:
     if training.stage in (1, 2) and training.offloads_optimizer:
         return "if a parameter has no gradient in some micro-batch or step"
+    if training.bf16_optimizer:
+        return "if ranks use different parameters in a step"
     several = training.gradient_accumulation_steps > 1
     return (
         training.stage == 1
@@ -186,12 +188,14 @@ FIX = Fix(
         "had before the last micro-batch of a step is lost. After a non-finite gradient every "
         "later step is skipped, or weights become NaN. ZeRO-1 without offload, with overlap_comm, "
         "gradient accumulation and several ranks: the gradients of a parameter without one in the "
-        "last micro-batch are not reduced."
+        "last micro-batch are not reduced. bf16 with ZeRO-1 and sums in fp32, where ranks use "
+        "different parameters: each rank clips by a norm of its own, or skips a step alone."
     ),
     cause=(
         "What is done for a gradient is done from its hook alone. For a parameter whose hook does "
         "not run, nobody zeroes its part of the fp32 gradient, starts its partial sum anew, or "
-        "passes that sum on."
+        "passes that sum on. BF16_Optimizer leaves out of the norm what a rank had no gradient of, "
+        "though others had."
     ),
     upstream=(),
     introduced=None,
@@ -214,6 +218,11 @@ for i in range(len(self.params_already_reduced)):
             ),
         ),
         Target(f"{_OPTIMIZER}.step", Around(starting_anew)),
+        Target(
+            "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.get_grads_for_norm",
+            # A parameter without a gradient on this rank may have one that others reduced.
+            Edit(find="if not self.fp32_groups_has_gradients[i][j]:\n    continue", put="pass"),
+        ),
     ),
     limits=(
         "Where ranks use different parameters it warns, and reduction_order repairs (with mixture "

@@ -36,10 +36,7 @@ def _forgetting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def zero_grad(self: Any) -> Any:
-        if (
-            self.zero_optimization()
-            and self.__dict__.get("last_reduced_micro_step") == self.micro_steps
-        ):
+        if self.__dict__.get("last_reduced_micro_step") == self.micro_steps:
             _forget(self.optimizer)
         return original(self)
 
@@ -51,6 +48,9 @@ def _forget(optimizer: Any) -> None:
     # Sums that ZenFlow and SuperOffload have begun to use are no longer here.
     if getattr(optimizer, "zenflow", False) or hasattr(optimizer, "superoffload_cpu_optimizer"):
         return
+    if hasattr(optimizer, "clear_hp_grads"):  # BF16_Optimizer
+        optimizer.clear_hp_grads()
+        return
     if hasattr(optimizer, "partition_gradients"):
         optimizer.micro_step_id = -1
         sums = [*optimizer.averaged_gradients.values()]
@@ -61,7 +61,7 @@ def _forget(optimizer: Any) -> None:
         sums = [[optimizer.grad_partitions_flat_buffer]]
         masters = optimizer.fp32_partitioned_groups_flat
         offload = optimizer.offload_optimizer
-    else:  # not ZeRO's own, as with bf16 and stage 1
+    else:  # not ZeRO's own: it has no other sums than the gradients of the model
         return
     optimizer.zero_grad()
     start_anew(optimizer)
@@ -74,19 +74,21 @@ def _forget(optimizer: Any) -> None:
 
 
 def _hit_by(training: Training) -> bool | str:
-    return training.stage > 1 and "if engine.zero_grad() is to throw a backward away"
+    sums = training.stage > 1 or training.bf16_optimizer
+    return sums and "if engine.zero_grad() is to throw a backward away"
 
 
 FIX = Fix(
     name="zero_grad",
     title="engine.zero_grad() throws away the sums of the backwards before it",
     symptom=(
-        "ZeRO-2/3, and engine.zero_grad() after a backward instead of engine.step(), as for a "
-        "batch with a loss that is not finite: its gradients are in the next step all the same."
+        "ZeRO-2/3, or bf16 whose gradients are summed in fp32, and engine.zero_grad() after a "
+        "backward instead of engine.step(), as for a batch with a loss that is not finite: its "
+        "gradients are in the next step all the same."
     ),
     cause=(
-        "engine.zero_grad() clears the gradients of the model, and ZeRO has its sums of them in "
-        "buffers of its own."
+        "engine.zero_grad() clears the gradients of the model, and ZeRO and BF16_Optimizer have "
+        "their sums of them in buffers of their own."
     ),
     upstream=(),
     introduced=None,
@@ -100,7 +102,6 @@ FIX = Fix(
         "After an engine.step() in the middle of an accumulation the sums stay, as in every "
         "release: the engine goes on counting micro-batches, and programs that zero gradients "
         "before each one would train on the last alone. Without an engine.step() between them "
-        "(set_gradient_accumulation_boundary) they do so with this fix, as in plain torch. bf16 "
-        "with ZeRO-1 keeps its sums, where DeepSpeed takes its BF16_Optimizer."
+        "(set_gradient_accumulation_boundary) they do so with this fix, as in plain torch."
     ),
 )

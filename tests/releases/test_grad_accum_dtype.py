@@ -1,0 +1,43 @@
+"""Gradients summed in fp32 are reduced: grad_accum_dtype and bf16_optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from itertools import product
+
+import pytest
+from absent import BRANCHES, Case, launch
+from packaging.version import Version
+
+INSTALLED = Version(version("deepspeed"))
+TOLERANCE = 5e-3
+"""Of bf16."""
+
+EACH = (((2**BRANCHES - 1,),) * 2,) * 3
+"""All parameters have a gradient in each micro-batch."""
+SHARDED = [
+    Case(1, offload, EACH, dtype=dtype, overlap_comm=overlap)
+    for offload, dtype, overlap in product((False, True), ("fp16-fp32", "bf16-fp32"), (False, True))
+    if offload or dtype == "fp16-fp32"
+]
+BF16_OPTIMIZER = Case(1, False, EACH, dtype="bf16-fp32")
+RUNS = SHARDED + [BF16_OPTIMIZER] * (not Version("0.17.6") <= INSTALLED < Version("0.18.5"))
+
+
+def is_wrong_on_stock(case: Case) -> bool:
+    if case == BF16_OPTIMIZER:
+        return Version("0.18.5") <= INSTALLED < Version("0.19")
+    return Version("0.19.8") > INSTALLED
+
+
+@cache
+def errors(patched: bool) -> Mapping[Case, float | str]:
+    return launch(RUNS, 2, patched=patched)
+
+
+@pytest.mark.parametrize("case", RUNS, ids=str)
+def test_ranks_train_on_the_gradients_of_all(case: Case) -> None:
+    told = [errors(patched)[case] for patched in (False, True)]
+    assert [error > TOLERANCE for error in told] == [is_wrong_on_stock(case), False], told
