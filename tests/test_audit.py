@@ -34,9 +34,40 @@ STREAMS = "if gradients come from several streams, as under torch.compile"
 BUCKETS = "if the gradients are more than one bucket holds (reduce_bucket_size), on a GPU"
 RESUMED = "it is resumed from a checkpoint, or has parameter groups of different betas"
 
+BF16, FP16 = ({name: {"enabled": True}} for name in ("bf16", "fp16"))
+SUMS = {"data_types": {"grad_accum_dtype": "float32"}}
+HALVES = {"grad_accum_dtype": "half"}
+RANKS = "with several ranks"
+
 # Fix to release, configurations that meet the defect with what is said of them (True where it is
 # certain), and configurations that do not.
 EXAMPLES = {
+    "grad_accum_dtype": (
+        "0.19.7",
+        [
+            (zero(1) | FP16 | SUMS, RANKS),
+            (zero(1, offload_optimizer=CPU) | BF16 | SUMS, RANKS),
+            (zero(1, offload_optimizer=CPU) | BF16 | {"data_types": HALVES}, RANKS),
+        ],
+        [
+            zero(1) | FP16,
+            zero(1) | SUMS,
+            zero(1) | BF16 | SUMS,
+            zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "torch.bfloat16"}},
+            zero(2) | FP16 | SUMS,
+        ],
+    ),
+    "bf16_optimizer": (
+        "0.18.9",
+        [(zero(1) | BF16 | SUMS, RANKS)],
+        [
+            zero(0) | BF16,
+            zero(1) | BF16,
+            zero(1) | {"bf16": BF16["bf16"] | {"immediate_grad_update": True}} | SUMS,
+            zero(1) | FP16 | SUMS,
+            zero(1, offload_optimizer=CPU) | BF16 | SUMS,
+        ],
+    ),
     "copy_grads": (
         "0.18.9",
         [
@@ -103,6 +134,7 @@ EXAMPLES = {
                 "if a parameter has no gradient in the last micro-batch of a step, "
                 "with several ranks",
             ),
+            (zero(1) | BF16 | SUMS, "if ranks use different parameters in a step"),
         ],
         [zero(1), zero(2), zero(1, overlap_comm=True), zero(3)],
     ),
@@ -114,7 +146,10 @@ EXAMPLES = {
     ),
     "zero_grad": (
         "0.19.8",
-        [(zero(stage), "if engine.zero_grad() is to throw a backward away") for stage in (2, 3)],
+        [
+            (config, "if engine.zero_grad() is to throw a backward away")
+            for config in (zero(2), zero(3), zero(1) | BF16 | SUMS)
+        ],
         [zero(0), zero(1)],
     ),
     "no_sync": (
@@ -176,6 +211,15 @@ def test_a_release_without_the_defect_does_not_meet_it():
     assert set(said(config, "0.19.0")) & {"copy_grads", "cpu_adam"} == set()
     assert said(config, "0.18.9+vendor")["copy_grads"] is True
     assert "grad_accumulation" not in said(zero(2), "0.17.5")
+
+
+def test_which_releases_take_the_bf16_optimizer():
+    def met(config):
+        releases = ("0.17.5", "0.17.6", "0.18.4", "0.18.5")
+        return [r for r in releases if "zero_grad" in said(config, r)]
+
+    assert met(zero(1) | BF16 | SUMS) == ["0.17.5", "0.18.5"]
+    assert met(zero(0) | BF16) == ["0.17.5"]
 
 
 def test_what_is_auto_is_tried_and_said_where_it_matters():

@@ -92,10 +92,9 @@ class Training:
     @property
     def dtype(self) -> str:
         """Of the model: fp16, bf16 or fp32."""
-        for name in ("fp16", "bf16"):
-            if self.get(f"{name}.enabled", False):
-                return name
-        return "fp32"
+        if self.get("fp16.enabled", False):
+            return "fp16"
+        return "bf16" if self.get("bf16.enabled", self.get("bfloat16.enabled", False)) else "fp32"
 
     @property
     def grad_accum_dtype(self) -> str:

@@ -7,7 +7,7 @@ import deepspeed
 import torch
 
 
-def engine_of(stage, offload=False, overlap=False):
+def engine_of(stage, offload=False, overlap=False, bf16=False):
     torch.manual_seed(0)
     net = torch.nn.Linear(8, 1)
     zero = {"stage": stage, "overlap_comm": overlap}
@@ -22,14 +22,17 @@ def engine_of(stage, offload=False, overlap=False):
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": bf16},
+            "data_types": {"grad_accum_dtype": "fp32"},
         },
     )
     return engine
 
 
-def weight(stage, offload, abandon):
-    engine = engine_of(stage, offload)
+def weight(stage, offload, bf16, abandon):
+    engine = engine_of(stage, offload, bf16=bf16)
     batches = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    batches = batches.to(engine.module.weight.dtype)
     if abandon:
         engine.set_gradient_accumulation_boundary(False)
         engine.backward(engine(batches[0]).square().mean())
@@ -43,9 +46,10 @@ def weight(stage, offload, abandon):
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled first
 deepspeed.init_distributed("gloo")
 lines = []
-for stage, offload in [(1, False), (2, False), (2, True), (3, False), (3, True)]:
-    error = (weight(stage, offload, True) - weight(stage, offload, False)).abs().max().item()
-    lines.append(f"zero_grad: ZeRO-{stage} {'offload' if offload else '':8} off by {error:.1e}")
+for stage, kind in [(1, ""), (1, "bf16"), (2, ""), (2, "offload"), (3, ""), (3, "offload")]:
+    weights = [weight(stage, kind == "offload", kind == "bf16", each) for each in (True, False)]
+    error = (weights[0] - weights[1]).abs().max().item()
+    lines.append(f"zero_grad: ZeRO-{stage} {kind:8} off by {error:.1e}")
 try:
     engine = engine_of(1, overlap=True)
     with engine.no_sync():
