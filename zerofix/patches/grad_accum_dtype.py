@@ -44,7 +44,9 @@ FIX = Fix(
                 put="""
                 if param.grad is not None:
                     grad = param.grad.to(self.gradient_accumulation_dtype)
-                    param.grad_accum = grad if param.grad_accum is None else param.grad_accum + grad
+                    if param.grad_accum is not None:
+                        grad += param.grad_accum
+                    param.grad_accum = grad
                     param.grad = None
                 return param.grad_accum
                 """,
