@@ -27,6 +27,7 @@ def zero(stage, **more):
 
 
 OFFLOAD = zero(2, offload_optimizer=CPU)
+NVME = {"device": "nvme"}
 SUPER = CPU | {"super_offload": True}
 ABSENT = "if a parameter has no gradient in some micro-batch"
 DIFFERENT = "if ranks use different parameters in a micro-batch"
@@ -48,18 +49,20 @@ EXAMPLES = {
             (zero(1) | FP16 | SUMS, RANKS),
             (zero(1, offload_optimizer=CPU) | BF16 | SUMS, RANKS),
             (zero(1, offload_optimizer=CPU) | BF16 | {"data_types": HALVES}, RANKS),
+            (zero(1, cpu_offload=True) | {"bfloat16": {"enabled": True}} | SUMS, RANKS),
         ],
         [
             zero(1) | FP16,
             zero(1) | SUMS,
             zero(1) | BF16 | SUMS,
             zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "torch.bfloat16"}},
+            zero(1, offload_optimizer=NVME) | BF16 | SUMS,
             zero(2) | FP16 | SUMS,
         ],
     ),
     "bf16_optimizer": (
         "0.18.9",
-        [(zero(1) | BF16 | SUMS, RANKS)],
+        [(zero(1) | BF16 | SUMS, RANKS), (zero(1, offload_optimizer=NVME) | BF16 | SUMS, RANKS)],
         [
             zero(0) | BF16,
             zero(1) | BF16,

@@ -16,7 +16,8 @@ T = TypeVar("T", bool, int, float, str)
 AUTO = "auto"
 _KNOWN = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    *("zero_optimization", "optimizer", "fp16", "bf16", "gradient_clipping", "deepspeed_config"),
+    *("zero_optimization", "optimizer", "fp16", "bf16", "bfloat16"),
+    *("gradient_clipping", "deepspeed_config"),
 }
 """One of these a configuration has."""
 
@@ -94,7 +95,11 @@ class Training:
         """Of the model: fp16, bf16 or fp32."""
         if self.get("fp16.enabled", False):
             return "fp16"
-        return "bf16" if self.get("bf16.enabled", self.get("bfloat16.enabled", False)) else "fp32"
+        return "bf16" if self.bf16("enabled") else "fp32"
+
+    def bf16(self, switch: str) -> bool:
+        """A switch of bf16, which is off by default."""
+        return self.get(f"bf16.{switch}", self.get(f"bfloat16.{switch}", False))
 
     @property
     def grad_accum_dtype(self) -> str:
@@ -108,20 +113,29 @@ class Training:
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed takes its BF16_Optimizer: from 0.17.6 to 0.18.4 it never does."""
+        """Whether DeepSpeed takes its BF16_Optimizer: from 0.17.6 to 0.18.4 it never does.
+
+        It is the one for sums in fp32 without ZeRO, and with ZeRO-1 but for offload to a CPU.
+        """
         if (self.dtype, self.grad_accum_dtype) != ("bf16", "fp32"):
             return False
         if self.stage == 0:
             return not self.since("0.17.6")
-        one = self.stage == 1 and not self.offloads_optimizer
+        one = self.stage == 1 and not self.offloads_to_cpu
         return one and (self.since("0.18.5") or not self.since("0.17.6"))
 
     @property
     def offloads_optimizer(self) -> bool:
         """ZeRO with the optimizer in CPU memory or on NVMe."""
         device = self.get("zero_optimization.offload_optimizer.device", "none")
+        return self.stage > 0 and (device != "none" or self.offloads_to_cpu)
+
+    @property
+    def offloads_to_cpu(self) -> bool:
+        """ZeRO with the optimizer in CPU memory."""
+        device = self.get("zero_optimization.offload_optimizer.device", "none")
         old_name = self.get("zero_optimization.cpu_offload", False)
-        return self.stage > 0 and (device != "none" or old_name)
+        return self.stage > 0 and (device == "cpu" or old_name)
 
     @property
     def overlap_comm(self) -> bool:

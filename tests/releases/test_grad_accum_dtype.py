@@ -15,14 +15,16 @@ INSTALLED = Version(version("deepspeed"))
 TOLERANCE = 5e-3
 """Of bf16."""
 
-EACH = (((2**BRANCHES - 1,),) * 2,) * 3
+ONE, TWO = ((((2**BRANCHES - 1,),) * micro_batches,) * 3 for micro_batches in (1, 2))
 """All parameters have a gradient in each micro-batch."""
 SHARDED = [
-    Case(1, offload, EACH, dtype=dtype, overlap_comm=overlap)
-    for offload, dtype, overlap in product((False, True), ("fp16-fp32", "bf16-fp32"), (False, True))
+    Case(1, offload, used, dtype=dtype, overlap_comm=overlap)
+    for offload, used, dtype, overlap in product(
+        (False, True), (ONE, TWO), ("fp16-fp32", "bf16-fp32"), (False, True)
+    )
     if offload or dtype == "fp16-fp32"
 ]
-BF16_OPTIMIZER = Case(1, False, EACH, dtype="bf16-fp32")
+BF16_OPTIMIZER = Case(1, False, TWO, dtype="bf16-fp32")
 RUNS = SHARDED + [BF16_OPTIMIZER] * (not Version("0.17.6") <= INSTALLED < Version("0.18.5"))
 
 
@@ -39,5 +41,8 @@ def errors(patched: bool) -> Mapping[Case, float | str]:
 
 @pytest.mark.parametrize("case", RUNS, ids=str)
 def test_ranks_train_on_the_gradients_of_all(case: Case) -> None:
-    told = [errors(patched)[case] for patched in (False, True)]
-    assert [error > TOLERANCE for error in told] == [is_wrong_on_stock(case), False], told
+    stock, patched = (errors(patched)[case] for patched in (False, True))
+    # Up to 0.16.4 some end in an error.
+    assert (isinstance(stock, str) or stock > TOLERANCE) == is_wrong_on_stock(case), stock
+    assert isinstance(patched, float), patched
+    assert patched <= TOLERANCE

@@ -189,7 +189,7 @@ FIX = Fix(
         "later step is skipped, or weights become NaN. ZeRO-1 without offload, with overlap_comm, "
         "gradient accumulation and several ranks: the gradients of a parameter without one in the "
         "last micro-batch are not reduced. bf16 with ZeRO-1 and sums in fp32, where ranks use "
-        "different parameters: each rank clips by a norm of its own, or skips a step alone."
+        "different parameters: each rank clips by a norm of its own."
     ),
     cause=(
         "What is done for a gradient is done from its hook alone. For a parameter whose hook does "

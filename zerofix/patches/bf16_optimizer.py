@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def _hit_by(training: Training) -> bool | str:
-    immediate = training.get("bf16.immediate_grad_update", False)
-    return training.bf16_optimizer and not immediate and "with several ranks"
+    late = not training.bf16("immediate_grad_update")
+    return training.bf16_optimizer and late and "with several ranks"
 
 
 FIX = Fix(
