@@ -105,9 +105,7 @@ def section(fix: Fix, verdicts: Verdicts) -> str:
         f"{worst(verdicts, 'patched'):.1e} with zerofix (tolerance {last['tolerance']:.0e}).",
         "Check": f"`zerofix verify {fix.name}` measures it on the DeepSpeed that is installed; "
         "`zerofix audit ds_config.json` tells whether a configuration meets it.",
-        "Switch": f"Off until `{toggle(fix.name)}=1`: {fix.on_request}."
-        if fix.on_request
-        else f"`{toggle(fix.name)}=0` turns it off.",
+        "Switch": f"`{toggle(fix.name)}=0` turns it off.",
         "Limits": fix.limits,
         "Upstream": ", ".join(links),
     }

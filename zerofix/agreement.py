@@ -1,4 +1,4 @@
-"""Notices that ranks had gradients of different parameters, without waiting for anybody."""
+"""Notices that ranks had gradients of different parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Agreement:
         """For the ranks of ``group``, the process group that reduces the gradients."""
         self._group = group
         self._digest = 0
-        self._result: tuple[Tensor, Callable[[], Any]] | None = None
+        self._results: list[tuple[Tensor, Callable[[], Any]]] = []
         """The largest digest and minus the smallest, and what waits for their arrival."""
 
     def note(self, had_gradient: Sequence[bool]) -> None:
@@ -26,16 +26,12 @@ class Agreement:
         if any(had_gradient):
             self._digest = zlib.crc32(bytes(had_gradient), self._digest)
 
-    def compare(self) -> bool:
-        """Begin to compare this step's backwards; whether those of the step before agreed.
-
-        A collective of 8 bytes.
-        """
+    def compare(self) -> None:
+        """Begin to compare the backwards since the last time. A collective of 8 bytes."""
         from deepspeed import comm
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
-        before = self._result
         # Every backend knows the maximum of floats. They hold 24 bits.
         digest, self._digest = self._digest & 0xFFFFFF, 0
         digests = torch.empty(2, dtype=torch.float32, device=accelerator.current_device_name())
@@ -48,10 +44,11 @@ class Agreement:
             digests = digests.to("cpu", non_blocking=True)
             event.record(accelerator.current_stream())
             wait = event.synchronize
-        self._result = digests, wait
-        if before is None:
-            return True
-        digests, wait = before
-        wait()
-        largest, smallest = digests.tolist()
-        return bool(largest == -smallest)
+        self._results.append((digests, wait))
+
+    def reached(self) -> bool:
+        """Whether all that was compared since the last time was the same on all ranks; waits."""
+        results, self._results = self._results, []
+        for _, wait in results:
+            wait()
+        return all(largest == -smallest for largest, smallest in (d.tolist() for d, _ in results))

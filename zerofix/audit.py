@@ -39,7 +39,6 @@ class Hit:
             "upstream",
             "introduced",
             "fixed",
-            "on_request",
             "limits",
         )
         found = {name: record[name] for name in names}

@@ -132,9 +132,7 @@ def explain(fix: Fix) -> None:
         "releases": f"from {since} on, {until}",
         "upstream": "\n".join(zerofix.status()[fix.name].links),
         "changes": "\n".join(f"{t.path} ({type(t.change).__name__.lower()})" for t in fix.targets),
-        "cost": fix.on_request,
-        "toggle": f"{toggle(fix.name)}={'1 turns it on' if fix.on_request else '0 turns it off'}, "
-        "=force applies it to unknown code",
+        "toggle": f"{toggle(fix.name)}=0 turns it off, =force applies it to unknown code",
     }
     console = Console()
     console.print(f"[bold]{fix.name}[/]: {fix.title}\n", highlight=False)
@@ -276,8 +274,7 @@ def print_hits(config: Path, version: Version, hits: list[Hit]) -> None:
         colour, verb = ("red", "is met") if hit.certain else ("yellow", "may be met")
         title = f"[bold]{hit.fix.name}[/]  [{colour}]{verb}[/]  ({hit.since}, {hit.until})"
         console.print(title, highlight=False)
-        fixed = f" with {toggle(hit.fix.name)}=1" if hit.fix.on_request else ""
-        fixed += f", or DeepSpeed {hit.fix.fixed}" if hit.fix.fixed else ""
+        fixed = f", or DeepSpeed {hit.fix.fixed}" if hit.fix.fixed else ""
         for line in (*hit.when, hit.fix.symptom, f"repaired by: import zerofix{fixed}"):
             console.print(Padding(Text(line), (0, 0, 0, 4), expand=False))
     if hits:

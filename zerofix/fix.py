@@ -80,8 +80,6 @@ class Fix:
     targets: tuple[Target, ...]
     needs: tuple[str, ...] = ()
     """Fixes without which this one would do harm. They come before it in the catalogue."""
-    on_request: str = ""
-    """What it costs, for a fix that is off until its toggle or ``zerofix.apply`` asks for it."""
     limits: str = ""
     """What of the defect is left, where something is."""
     modes: Callable[[], tuple[str, ...]] | None = None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from zerofix import hooks
 from zerofix.fix import Change, Fix
-from zerofix.settings import Settings, bucket_copy, suggest, toggle
+from zerofix.settings import Settings, asks_for, bucket_copy, suggest, toggle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # what the patching needs is imported with DeepSpeed, not with zerofix
@@ -226,7 +226,9 @@ class Patcher:
         status = self.status()
         versions = {"zerofix": status.version, "DeepSpeed": str(status.deepspeed)}
         states = {fix.name: fix.state.value for fix in status.fixes}
-        return versions | states | {"ZEROFIX_BUCKET_COPY": bucket_copy()}
+        begins = "1" if asks_for("reduction_order") else "not 1"
+        given = {"ZEROFIX_BUCKET_COPY": bucket_copy(), toggle("reduction_order"): begins}
+        return versions | states | given
 
     def _report_ranks(self, difference: str, rank_0_knows: bool) -> None:
         if self._settings.rank_check == "error":
@@ -388,8 +390,6 @@ class Patcher:
             return "ZEROFIX=0"
         if not self._settings.wants(fix.name):
             return f"{toggle(fix.name)}=0"
-        if fix.on_request and fix.name not in self._settings.fixes:
-            return f"{toggle(fix.name)}=1 turns it on: {fix.on_request}"
         return ""
 
     def _overriding(self, fix: Fix) -> Iterator[str]:

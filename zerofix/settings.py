@@ -111,6 +111,11 @@ def bucket_copy(environ: Mapping[str, str] = os.environ) -> str:
     return value
 
 
+def asks_for(fix: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment turns a fix on by name."""
+    return environ.get(toggle(fix)) in ("1", "force")
+
+
 def attempt(environ: Mapping[str, str] = os.environ) -> str:
     """How often torchrun has started the ranks again; ``"0"`` without it."""
     return environ.get("TORCHELASTIC_RESTART_COUNT") or "0"

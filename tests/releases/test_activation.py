@@ -14,7 +14,6 @@ from processes import ROOT, TELL, answer, python
 
 from zerofix.gate import State
 from zerofix.patches import CATALOGUE
-from zerofix.settings import toggle
 
 sys.path.append(str(ROOT / "tools"))
 import make_releases
@@ -35,9 +34,6 @@ def expected_states():
             state = State.FIXED_UPSTREAM
         states[fix.name] = state.value
     return states
-
-
-ASKED = {toggle(fix.name): "1" for fix in CATALOGUE if fix.on_request}
 
 
 # `import deepspeed` leaves out some modules; what they need is settled when they come.
@@ -72,7 +68,7 @@ thread.join()
 
 @pytest.mark.parametrize("order", IMPORT_ORDERS)
 def test_every_import_order_applies_what_the_release_needs(order):
-    done = python(IMPORT_ORDERS[order] + TELL + IMPORT_ALL + TELL, **ASKED)
+    done = python(IMPORT_ORDERS[order] + TELL + IMPORT_ALL + TELL)
     assert done.returncode == 0, done.stderr
     told, later = map(json.loads, done.stdout.splitlines()[-2:])
     assert later["states"] == expected_states()
@@ -113,7 +109,6 @@ again = {f.name: zerofix.apply(f.name).state.value for f in zerofix.status().fix
 changes = [sorted(first), sorted(reverted), sorted(changed())]
 print(json.dumps([*changes, sorted(states), again]))
 """,
-        **ASKED,
     )
     first, reverted, last, states, again = told
     targets = {

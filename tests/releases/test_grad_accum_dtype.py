@@ -8,7 +8,7 @@ from importlib.metadata import version
 from itertools import product
 
 import pytest
-from absent import BRANCHES, Case, launch
+from absent import BF16_OPTIMIZER, BRANCHES, Case, launch
 from packaging.version import Version
 
 INSTALLED = Version(version("deepspeed"))
@@ -24,12 +24,11 @@ SHARDED = [
     )
     if offload or dtype == "fp16-fp32"
 ]
-BF16_OPTIMIZER = Case(1, False, TWO, dtype="bf16-fp32")
-RUNS = SHARDED + [BF16_OPTIMIZER] * (not Version("0.17.6") <= INSTALLED < Version("0.18.5"))
+RUNS = SHARDED + [Case(1, False, TWO, dtype="bf16-fp32")] * BF16_OPTIMIZER
 
 
 def is_wrong_on_stock(case: Case) -> bool:
-    if case == BF16_OPTIMIZER:
+    if case.bf16_optimizer:
         return Version("0.18.5") <= INSTALLED < Version("0.19")
     return Version("0.19.8") > INSTALLED
 

@@ -25,7 +25,7 @@ def include_absent(optimizer: Any) -> None:
         return
     boundary = at_boundary(optimizer)
     reduced = optimizer.params_already_reduced
-    had_gradient = list(reduced)
+    optimizer.had_gradient = list(reduced)  # for reduction_order
     passed_on = optimizer.__dict__.setdefault("passed_on", [None] * len(reduced))
     if not all(reduced):
         absent = [
@@ -46,8 +46,6 @@ def include_absent(optimizer: Any) -> None:
         if present or not passed_on[k]:
             passed_on[k] = boundary
     optimizer.step_is_over = boundary or is_over(optimizer)
-    # After all gradients, or ranks that reduce them all the same would do so out of step.
-    _warn_if_ranks_disagree(optimizer, had_gradient, boundary)
 
 
 def _reduce(absent: list[tuple[int, Any]], optimizer: Any) -> None:
@@ -85,33 +83,6 @@ def _zero(absent: list[Any], optimizer: Any, passed_on: list[bool | None], bound
                 fill(optimizer, param)
                 optimizer.copy_grads_in_partition(param)
                 optimizer.clear_grad_attribute(param)
-
-
-def _warn_if_ranks_disagree(optimizer: Any, had_gradient: list[bool], boundary: bool) -> None:
-    """Compare, a step late, which parameters had a gradient; after a warning no more."""
-    from deepspeed import comm
-    from deepspeed.utils import logger
-
-    from zerofix.agreement import Agreement
-
-    group = optimizer.dp_process_group
-    # Experts are reduced by groups of their own.
-    if comm.get_world_size(group=group) == 1 or optimizer.has_moe_layers:
-        return
-    if "agreement" not in optimizer.__dict__:
-        optimizer.agreement = Agreement(group)
-    agreement = optimizer.agreement
-    if agreement is None:
-        return
-    agreement.note(had_gradient)
-    if boundary and not agreement.compare():
-        optimizer.agreement = None
-        if comm.get_rank(group=group) == 0:
-            logger.warning(
-                "zerofix: ranks had gradients of different parameters in the same backward, which "
-                "DeepSpeed may have added to each other: what it trains may be wrong. "
-                "ZEROFIX_REDUCTION_ORDER=1 repairs this."
-            )
 
 
 def is_over(optimizer: Any) -> bool:
@@ -225,8 +196,7 @@ for i in range(len(self.params_already_reduced)):
         ),
     ),
     limits=(
-        "Where ranks use different parameters it warns, and reduction_order repairs (with mixture "
-        "of experts it does not warn). ZeRO-1 with overlap_comm and "
+        "Ranks that use different parameters are for reduction_order. ZeRO-1 with overlap_comm and "
         "gradient accumulation sends zeros for parameters that have none in the last micro-batch."
     ),
 )

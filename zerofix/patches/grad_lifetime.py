@@ -29,8 +29,9 @@ def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
                 param.grad.record_stream(current)
             # Accumulated in a data type of its own, it is read again when it is reduced.
             if getattr(param, "grad_accum", None) is not None:
-                for stream in (current, self.reduction_stream if self.overlap_comm else current):
-                    param.grad_accum.record_stream(stream)
+                param.grad_accum.record_stream(current)
+                if self.overlap_comm:
+                    param.grad_accum.record_stream(self.reduction_stream)
         return original(self, param, i)
 
     return reduce_independent_p_g_buckets_and_remove_grads

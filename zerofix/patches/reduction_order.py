@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from zerofix.fix import Around, Fix, Target
 from zerofix.patches.absent_grads import at_boundary, fill, is_left_alone, is_over
+from zerofix.settings import asks_for, toggle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,7 +40,13 @@ def _finishing(original: Callable[..., Any]) -> Callable[..., Any]:
         order = _order(self)
         if order is not None:
             order.finish()
-        return original(self)
+        result = original(self)
+        agreement = _agreement(self)
+        if agreement is not None:
+            agreement.note(self.had_gradient)
+            if at_boundary(self):
+                agreement.compare()
+        return result
 
     return independent_gradient_partition_epilogue
 
@@ -49,8 +56,7 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduce_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hooked = self.overlap_comm or self.partition_gradients
-        if not (hooked or is_left_alone(self) or is_over(self)):
+        if _ranks_differ(self) and not (_has_hooks(self) or is_over(self)):
             for group in self.bit16_groups:
                 for param in group:
                     if param.requires_grad:
@@ -60,43 +66,104 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_gradients
 
 
-def _order(optimizer: Any) -> Any:
-    """The optimizer's order; None where its ranks cannot disagree, or it is left alone."""
-    # Zeros of a backward after the last would write over what that one wrote.
-    if is_over(optimizer):
-        return None
-    if "reduction_order" not in optimizer.__dict__:
+def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.overflow = False  # in bf16 and fp32 not every release looks for one
+        return original(self, *args, **kwargs)
+
+    return step
+
+
+def _comparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The last moment at which a step can be given up, and has waited for its gradients."""
+
+    @functools.wraps(original)
+    def _update_scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        agreement = _agreement(self)
+        if agreement is not None and not agreement.reached():
+            _begin(self)
+        return result
+
+    return _update_scale
+
+
+def _begin(optimizer: Any) -> None:
+    """Give up the step of this optimizer, and reduce in one order from the next on."""
+    from deepspeed import comm
+    from deepspeed.utils import logger
+
+    optimizer.ranks_differ, optimizer.agreement = True, None
+    # Ranks that hold other parts of the model would take the step, if theirs agree.
+    alone = optimizer.model_parallel_world_size == 1
+    if alone:
+        optimizer.overflow = True
+    if comm.get_rank(group=optimizer.dp_process_group) == 0:
+        logger.warning(
+            "zerofix: ranks had gradients of different parameters in the same backward, which "
+            "DeepSpeed adds to each other. This step "
+            f"{'is skipped' if alone else 'may be wrong'}; from the next on reduction_order keeps "
+            f"them apart. {toggle('reduction_order')}=1 has it do so from the first step on."
+        )
+
+
+def _agreement(optimizer: Any) -> Any:
+    """What compares the ranks of this optimizer, until they differ; else None."""
+    return None if _ranks_differ(optimizer) else optimizer.agreement
+
+
+def _ranks_differ(optimizer: Any) -> bool:
+    """Whether ranks have had gradients of different parameters, or the environment says so."""
+    if "ranks_differ" not in optimizer.__dict__:
         from deepspeed import comm
 
-        from zerofix.reduction_order import ReductionOrder
+        from zerofix.agreement import Agreement
 
         group = optimizer.dp_process_group
-        # Without hooks ZeRO-1 reduces in the order of its groups.
-        alone = (
-            comm.get_world_size(group=group) == 1
-            or not (optimizer.partition_gradients or optimizer.overlap_comm)
-            or is_left_alone(optimizer)
-        )
+        may_differ = comm.get_world_size(group=group) > 1 and not is_left_alone(optimizer)
+        optimizer.ranks_differ = may_differ and asks_for("reduction_order")
+        # Experts are reduced by groups of their own.
+        compared = may_differ and not optimizer.has_moe_layers
+        optimizer.agreement = Agreement(group) if compared else None
+    return bool(optimizer.ranks_differ)
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    return bool(optimizer.partition_gradients or optimizer.overlap_comm)
+
+
+def _order(optimizer: Any) -> Any:
+    """The order of this optimizer; None where it needs none."""
+    # Zeros of a backward after the last would write over what that one wrote.
+    if not _ranks_differ(optimizer) or not _has_hooks(optimizer) or is_over(optimizer):
+        return None
+    if "reduction_order" not in optimizer.__dict__:
+        from zerofix.reduction_order import ReductionOrder
+
         groups = {
             param: i
             for i, params in enumerate(optimizer.bit16_groups)
             for param in params
             if param.numel()
         }
-        optimizer.reduction_order = (
-            None
-            if alone
-            else ReductionOrder(
-                # Last used, first to have a gradient.
-                [param for param in reversed(optimizer.param_names) if param in groups],
-                group,
-                fill=functools.partial(fill, optimizer),
-                reduce=lambda param: optimizer.reduce_independent_p_g_buckets_and_remove_grads(
-                    param, groups[param]
-                ),
-            )
+        optimizer.reduction_order = ReductionOrder(
+            # Last used, first to have a gradient.
+            [param for param in reversed(optimizer.param_names) if param in groups],
+            optimizer.dp_process_group,
+            fill=functools.partial(fill, optimizer),
+            reduce=lambda param: optimizer.reduce_independent_p_g_buckets_and_remove_grads(
+                param, groups[param]
+            ),
         )
     return optimizer.reduction_order
+
+
+def _modes() -> tuple[str, ...]:
+    variable = toggle("reduction_order")
+    if asks_for("reduction_order"):
+        return ("from the first backward on",)
+    return (f"once ranks have differed; with {variable}=1 from the first backward on",)
 
 
 def _hit_by(training: Training) -> bool | str:
@@ -120,19 +187,22 @@ FIX = Fix(
     fixed=None,
     hit_by=_hit_by,
     needs=("absent_grads",),
-    on_request=(
-        "it sends zeros for every parameter that a rank has no gradient of, and keeps gradients "
-        "in memory until their turn comes"
-    ),
     targets=(
         Target(f"{_OPTIMIZER}.reduce_ready_partitions_and_remove_grads", Around(_in_order)),
         Target(f"{_OPTIMIZER}.independent_gradient_partition_epilogue", Around(_finishing)),
         Target(f"{_OPTIMIZER}.reduce_gradients", Around(_filling)),
+        Target(f"{_OPTIMIZER}.step", Around(_stepping)),
+        Target(f"{_OPTIMIZER}._update_scale", Around(_comparing)),
     ),
     limits=(
-        "Of several backwards each of which is the last of a step, the first alone: the others "
-        "are as on stock. The order is that of the first backward; what comes earlier than in it "
-        "waits, at most the whole gradient of the model. With ZeRO-3 "
-        "deepspeed.utils.set_z3_leaf_modules does the same."
+        "It compares the ranks, and begins when they differ: the step in which they do is skipped, "
+        "or ends as on stock where their buckets differ in size (an error of gloo, or a hang). "
+        "ZEROFIX_REDUCTION_ORDER=1 has it begin with the first backward, and with mixture of "
+        "experts, where it does not compare, begin at all. Then a rank sends zeros for every "
+        "parameter that it has no gradient of, and keeps gradients in memory until their turn "
+        "comes, at most the whole gradient of the model; the order is that of the first backward. "
+        "Of several backwards each of which is the last of a step, the first alone: the others are "
+        "as on stock. With ZeRO-3 deepspeed.utils.set_z3_leaf_modules does the same."
     ),
+    modes=_modes,
 )
