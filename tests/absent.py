@@ -95,9 +95,10 @@ class Case:
 
     @property
     def needs_order(self) -> bool:
-        """Whether ranks put different gradients into the same places of a bucket."""
+        """Whether ranks put different gradients into the same places of a bucket, in a step that
+        is to be applied."""
         buckets = self.stage < 3 and not self.bf16_optimizer
-        return buckets and not (self.agreed or self.lone)
+        return buckets and not (self.agreed or self.skipped)
 
     @property
     def has_empty(self) -> bool:

@@ -43,7 +43,7 @@ def test_without_deepspeed_it_does_nothing_and_says_so_only_when_asked(tmp_path)
         """,
         path=tmp_path,
     )
-    assert (done.stdout, done.stderr, done.returncode) == ("None disabled pending True\n", "", 0)
+    assert (done.stdout, done.stderr, done.returncode) == ("None pending True\n", "", 0)
     done = python("from zerofix.cli import main; main(['status'])", path=tmp_path)
     assert done.returncode == 1
     assert "DeepSpeed is not installed in this environment" in done.stderr

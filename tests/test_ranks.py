@@ -25,13 +25,20 @@ def test_equal_ranks_make_engines_and_the_check_takes_less_than_20_ms():
     assert min(sum(rank["spent"]) for rank in told) < 0.020, told
 
 
-def test_a_toggle_on_one_rank_is_an_error_on_both():
-    told, _ = engines(one={"environ": {"ZEROFIX_AVERAGE_TENSOR": "0"}})
+@pytest.mark.parametrize(
+    ("toggle", "value", "difference"),
+    [
+        ("ZEROFIX_AVERAGE_TENSOR", "0", "average_tensor: applied on rank 0; disabled on rank 1"),
+        ("ZEROFIX_REDUCTION_ORDER", "1", "ZEROFIX_REDUCTION_ORDER: not 1 on rank 0; 1 on rank 1"),
+    ],
+)
+def test_a_toggle_on_one_rank_is_an_error_on_both(toggle, value, difference):
+    told, _ = engines(one={"environ": {toggle: value}})
     for rank in told:
         assert rank["engines"] == 0
         assert rank["seconds"] < 30
         assert rank["error"].startswith("RanksDifferError: zerofix: the ranks do not run the same")
-        assert "\n  average_tensor: applied on rank 0; disabled on rank 1\n" in rank["error"]
+        assert f"\n  {difference}\n" in rank["error"]
 
 
 def test_another_deepspeed_on_one_rank_is_an_error_before_any_collective():

@@ -124,10 +124,11 @@ CHECKPOINTED = [
     (Case(stage, offload, used, overlap_comm=stage == 1, checkpointed=True), 2)
     for stage, offload, used in product((1, 2), (False, True), (STALE, SOME, EACH_ITS_OWN))
 ]
-# On all ranks the same buckets, by a parameter that one rank adds at the end.
+# A bucket more on one rank, which the other adds at the end.
+ALONE: Steps = (((1,), (1,)), ((1,), (1, 0)))
 LONE = [
-    (Case(1, offload, (((1,), (1,)), ((1,), (1, 0))), overlap_comm=True, lone=True), 2)
-    for offload in (False, True)
+    (Case(1, offload, ALONE, overlap_comm=True, lone=True, skipped=skipped), 2)
+    for offload, skipped in product((False, True), ((), (1,)))
 ]
 BESIDE = ABANDONED + NO_SYNC + FROZEN + EMPTIED + HEADS + LEAVES + CHECKPOINTED + LONE
 
@@ -136,7 +137,7 @@ BESIDE = ABANDONED + NO_SYNC + FROZEN + EMPTIED + HEADS + LEAVES + CHECKPOINTED 
 def errors(world_size: int, patched: bool, ordered: bool) -> Mapping[Case, float | str]:
     every = WRONG + BESIDE if patched else WRONG
     cases = [case for case, size in every if size == world_size]
-    if ordered:  # reduction_order has to be asked for: the others must do without
+    if ordered:  # from the first backward on: the others must do without
         cases = [case for case in cases if case.needs_order or case.checkpointed]
     elif patched:
         cases = [case for case in cases if not case.needs_order or world_size == 1]
