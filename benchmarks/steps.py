@@ -1,13 +1,15 @@
 """A training step with some fixes against the same step on stock DeepSpeed.
 
     python benchmarks/steps.py copy_grads|absent_grads [--blocks N]
+    torchrun --nproc_per_node 2 benchmarks/steps.py reduction_order [--blocks N]
 
-One process, one engine a configuration: blocks of steps alternate between stock and patched
-(`zerofix.revert`, `zerofix.apply`), and the ratio is the median of those of neighbouring blocks.
-Every parameter has its gradient. Writes benchmarks/results/NAME.json.
+One engine a configuration: blocks of steps alternate between stock and patched (`zerofix.revert`,
+`zerofix.apply`), and the ratio is the median of those of neighbouring blocks. One process, or one a
+rank. Every parameter has its gradient. Writes benchmarks/results/NAME.json.
 """
 
 import argparse
+import os
 import statistics
 import time
 
@@ -19,6 +21,10 @@ MEASURED = {
     "absent_grads": (
         ["absent_grads", "absent_grads_zero3"],
         [(1, True), (2, True), (3, False), (3, True)],
+    ),
+    "reduction_order": (
+        ["absent_grads", "reduction_order"],
+        [(1, False), (2, False), (2, True)],
     ),
 }
 """Name to the fixes, and the stages with and without offload."""
@@ -67,7 +73,12 @@ def main() -> None:
 
     from zerofix.repro._training import join_world_of_one
 
-    join_world_of_one()
+    if "RANK" in os.environ:
+        import deepspeed
+
+        deepspeed.init_distributed()
+    else:
+        join_world_of_one()
 
     figures = []
     for stage, offload in stages:
@@ -93,8 +104,9 @@ def main() -> None:
                     "ratio": round(statistics.median(b / a for a, b in pairs), 3),
                 }
             )
-    measured = {"blocks": options.blocks, "steps_per_block": STEPS, "figures": figures}
-    write(options.name, measured)
+    if os.environ.get("RANK", "0") == "0":
+        measured = {"blocks": options.blocks, "steps_per_block": STEPS, "figures": figures}
+        write(options.name, measured)
 
 
 if __name__ == "__main__":

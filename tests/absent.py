@@ -51,7 +51,8 @@ class Case:
     overflow: tuple[int, int] = (-1, -1)
     """Step and micro-batch of rank 0 with a loss of infinity."""
     abandon: bool = False
-    """Before each step one more backward, that is thrown away with ``zero_grad``."""
+    """Before each step one more backward, on each rank of another branch, that is thrown away with
+    ``zero_grad``."""
     no_sync: bool = False
     """All but the last micro-batch of a step run under ``engine.no_sync()``."""
     frozen: tuple[int, ...] = ()
@@ -67,6 +68,10 @@ class Case:
     branch uses."""
     skipped: tuple[int, ...] = ()
     """Steps that are not to be applied."""
+    adapters: bool = False
+    """Each rank freezes the branches that it does not use."""
+    unmanaged: bool = False
+    """``managed_gradient_accumulation`` is off: every ``engine.step()`` is a step."""
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", "offload" if self.offload else "no-offload", self.optimizer]
@@ -79,7 +84,8 @@ class Case:
         words += [f"frozen{self.frozen}"] * bool(self.frozen) + ["heads"] * self.heads
         words += ["checkpointed"] * self.checkpointed + ["lone"] * self.lone
         words += [f"emptied{self.emptied}"] * bool(self.emptied)
-        words += [f"skipped{self.skipped}"] * bool(self.skipped)
+        words += [f"skipped{self.skipped}"] * bool(self.skipped) + ["adapters"] * self.adapters
+        words += ["unmanaged"] * self.unmanaged
         steps = ("-".join(".".join(map(str, ranks)) for ranks in step) for step in self.used)
         return " ".join([*words, "_".join(steps)])
 
@@ -108,7 +114,8 @@ class Case:
     @property
     def accumulated(self) -> int:
         """Micro-batches a step, as the configuration says it."""
-        return 1 if self.by_hand or self.no_sync else len(self.used[0])
+        by_hand = self.by_hand or self.no_sync or self.unmanaged
+        return 1 if by_hand else len(self.used[0])
 
     def branches(self, step: int, index: int, rank: int) -> int:
         ranks = self.used[step][index]
@@ -294,6 +301,8 @@ def configuration(case: Case) -> dict[str, Any]:
         config = {"fp16": {"enabled": True, "loss_scale": LOSS_SCALE}}
     if case.dtype.endswith("-fp32"):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if case.unmanaged:
+        config["managed_gradient_accumulation"] = False
     return config | {
         "train_micro_batch_size_per_gpu": 6,
         "gradient_accumulation_steps": case.accumulated,
@@ -324,12 +333,17 @@ def train(case: Case, rank: int, world_size: int) -> float:
         if case.frozen:
             model.last.requires_grad_(step not in case.frozen)
         if case.abandon:
-            engine.set_gradient_accumulation_boundary(False)
+            if not case.unmanaged:
+                engine.set_gradient_accumulation_boundary(False)
             x, y = micro_batch(step, 99, rank)
-            engine.backward(engine(x.to(dtype), y, 2**BRANCHES - 1))
+            engine.backward(engine(x.to(dtype), y, 1 + rank))
             engine.zero_grad()
         for index in range(len(micro_batches)):
             last = index == len(micro_batches) - 1
+            for bit in range(BRANCHES * case.adapters):
+                used = bool(case.branches(step, index, rank) >> bit & 1)
+                for name in ("weight", "bias"):
+                    getattr(model.branches, f"{name}{bit}").requires_grad_(used)
             if case.by_hand:
                 engine.set_gradient_accumulation_boundary(last)
             with engine.no_sync() if case.no_sync and not last else nullcontext():
@@ -339,12 +353,9 @@ def train(case: Case, rank: int, world_size: int) -> float:
                 engine.backward(engine(x.to(dtype), y, -1))
             if step in case.emptied:
                 engine.zero_grad()
-            if last or not (case.by_hand or case.no_sync):
+            if last or not (case.by_hand or case.no_sync or case.unmanaged):
                 engine.step()
-    if case.frozen:
-        model.last.requires_grad_(True)
-    if case.skipped and engine.skipped_steps != len(case.skipped):
-        raise AssertionError(f"skipped {engine.skipped_steps} steps")
+    model.requires_grad_(True)
 
     def weight_of(parameter: Any) -> Tensor:
         """In fp32, or where DeepSpeed has no other the parameter's own."""

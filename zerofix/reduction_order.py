@@ -66,13 +66,10 @@ class ReductionOrder:
 
     def _hand_on(self) -> None:
         parameter = self._parameters[self._next]
-        present = self._next in self._waiting
-        if present:
-            _wait(self._waiting.pop(self._next))
+        _wait(self._waiting.pop(self._next, None))
         self._next += 1
-        if present or parameter.requires_grad:  # what is frozen is frozen on all ranks
-            self._fill(parameter)
-            self._reduce(parameter)
+        self._fill(parameter)
+        self._reduce(parameter)
 
     def _learn(self, arrived: Sequence[nn.Parameter]) -> None:
         """Take over the order in which gradients came on the first rank."""
@@ -87,6 +84,23 @@ class ReductionOrder:
         comm.broadcast(message, comm.get_global_rank(self._group, 0), group=self._group)
         self._parameters = [self._parameters[k] for k in message.tolist()]
         self._positions = {parameter: k for k, parameter in enumerate(self._parameters)}
+
+
+def is_equal(number: int, group: Any) -> bool:
+    """Whether a number is the same on all ranks, but for what a float does not hold of it.
+
+    A collective of 8 bytes.
+    """
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    rounded = float(number & 0xFFFFFF)
+    device = get_accelerator().current_device_name()
+    # Every backend knows the maximum of floats.
+    extremes = torch.tensor([rounded, -rounded], dtype=torch.float32, device=device)
+    comm.all_reduce(extremes, op=comm.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    return bool(largest == -smallest)
 
 
 def _event() -> Any:

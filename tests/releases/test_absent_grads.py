@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import version
 from itertools import product
 from subprocess import TimeoutExpired
 
@@ -12,6 +13,7 @@ import pytest
 from absent import BF16_OPTIMIZER, BRANCHES, Case, launch, train_in, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from processes import World
 
 TOLERANCE = {"bf16-fp32": 5e-3, "fp16-fp32": 5e-4}
@@ -91,8 +93,8 @@ def cases(draw: st.DrawFn, stage: int, offload: bool, dtype: str, world_size: in
 # What is thrown away with zero_grad does not come back, and no_sync goes with overlap_comm.
 SOME = alike((ALL, 1), (3, 6), (0, ALL))
 ABANDONED = [
-    (Case(stage, offload, SOME, by_hand=True, abandon=True), 1)
-    for stage, offload in [(0, False), *ROADS]
+    (Case(stage, offload, SOME, by_hand=True, abandon=True), world_size)
+    for (stage, offload), world_size in product([(0, False), *ROADS], (1, 2))
 ]
 if BF16_OPTIMIZER:
     thrown_away = Case(1, False, SOME, dtype="bf16-fp32", by_hand=True, abandon=True)
@@ -130,7 +132,21 @@ LONE = [
     (Case(1, offload, ALONE, overlap_comm=True, lone=True, skipped=skipped), 2)
     for offload, skipped in product((False, True), ((), (1,)))
 ]
-BESIDE = ABANDONED + NO_SYNC + FROZEN + EMPTIED + HEADS + LEAVES + CHECKPOINTED + LONE
+ADAPTERS = [
+    (Case(stage, offload, EACH_ITS_OWN, overlap_comm=overlap, adapters=True), 2)
+    for stage, offload, overlap in product((1, 2), (False, True), (False, True))
+]
+UNMANAGED = [
+    *((Case(stage, offload, LATE, unmanaged=True, abandon=True), 1) for stage, offload in ROADS),
+    *((Case(stage, offload, EACH_ITS_OWN, unmanaged=True), 2) for stage, offload in ROADS),
+    *(
+        (Case(stage, offload, EACH_ITS_OWN, unmanaged=True, skipped=(0,)), 2)
+        for stage, offload in product((1, 2), (False, True))
+    ),
+]
+BESIDE = ABANDONED + NO_SYNC + FROZEN + EMPTIED + HEADS + LEAVES + CHECKPOINTED + LONE + ADAPTERS
+if Version(version("deepspeed")) >= Version("0.19.4"):
+    BESIDE += UNMANAGED
 
 
 @cache
@@ -222,13 +238,16 @@ BEGINNING = [
     for stage, offload, (dtype, overlap) in product(
         (1, 2), (False, True), [("fp32", False), ("fp32", True), ("fp16", False), ("bf16", True)]
     )
+] + [
+    Case(stage, offload, EACH_ITS_OWN, overlap_comm=overlap, skipped=(0,), adapters=True)
+    for stage, offload, overlap in product((1, 2), (False, True), (False, True))
 ]
 
 
 def test_the_step_in_which_ranks_first_differ_is_skipped_and_the_others_are_right() -> None:
     with World(worker, 2, patched=True) as world:
         for k, case in enumerate(BEGINNING):
-            agreed = replace(case, used=LATE, skipped=())
+            agreed = replace(case, used=LATE, skipped=(), adapters=False)
             assert error(train_in(world, [agreed], ordered=False)[agreed]) <= 2e-6
             assert [log.count(DISAGREE) for log in world.logs()] == [k, 0]
             assert error(train_in(world, [case], ordered=False)[case]) <= 2e-6, case

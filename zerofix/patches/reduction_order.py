@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 
 from zerofix.fix import Around, Fix, Target
@@ -41,11 +42,11 @@ def _finishing(original: Callable[..., Any]) -> Callable[..., Any]:
         if order is not None:
             order.finish()
         result = original(self)
-        agreement = _agreement(self)
-        if agreement is not None:
-            agreement.note(self.had_gradient)
-            if at_boundary(self):
-                agreement.compare()
+        if not _ranks_differ(self) and self.compared_params:
+            had_gradient = bytes(self.had_gradient[k] for k in self.compared_params)
+            # ZeRO-1 reduces none before the last, and one rank may have more of those than another.
+            if any(had_gradient):
+                self.gradients_digest = zlib.crc32(had_gradient, self.gradients_digest)
         return result
 
     return independent_gradient_partition_epilogue
@@ -59,8 +60,7 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
         if _ranks_differ(self) and not (_has_hooks(self) or is_over(self)):
             for group in self.bit16_groups:
                 for param in group:
-                    if param.requires_grad:
-                        fill(self, param)
+                    fill(self, param)
         return original(self, *args, **kwargs)
 
     return reduce_gradients
@@ -69,21 +69,27 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
 def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.overflow = False  # in bf16 and fp32 not every release looks for one
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        # In bf16 and fp32 not every release sets it anew, and checkpoints have it.
+        if self.__dict__.pop("step_given_up", False):
+            self.overflow = False
+        return result
 
     return step
 
 
 def _comparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The last moment at which a step can be given up, and has waited for its gradients."""
+    """The last moment at which a step can be given up, once a step on every rank."""
 
     @functools.wraps(original)
     def _update_scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        agreement = _agreement(self)
-        if agreement is not None and not agreement.reached():
-            _begin(self)
+        if not _ranks_differ(self) and self.compared_params:
+            from zerofix.reduction_order import is_equal
+
+            digest, self.gradients_digest = self.gradients_digest, 0
+            if not is_equal(digest, self.dp_process_group):
+                _begin(self)
         return result
 
     return _update_scale
@@ -94,23 +100,18 @@ def _begin(optimizer: Any) -> None:
     from deepspeed import comm
     from deepspeed.utils import logger
 
-    optimizer.ranks_differ, optimizer.agreement = True, None
+    optimizer.ranks_differ = True
     # Ranks that hold other parts of the model would take the step, if theirs agree.
     alone = optimizer.model_parallel_world_size == 1
-    if alone:
-        optimizer.overflow = True
+    if alone and not optimizer.overflow:
+        optimizer.overflow = optimizer.step_given_up = True
     if comm.get_rank(group=optimizer.dp_process_group) == 0:
         logger.warning(
             "zerofix: ranks had gradients of different parameters in the same backward, which "
             "DeepSpeed adds to each other. This step "
-            f"{'is skipped' if alone else 'may be wrong'}; from the next on reduction_order keeps "
-            f"them apart. {toggle('reduction_order')}=1 has it do so from the first step on."
+            f"{'changes nothing' if alone else 'may be wrong'}; from the next on reduction_order "
+            f"keeps them apart. {toggle('reduction_order')}=1 has it do so from the first step on."
         )
-
-
-def _agreement(optimizer: Any) -> Any:
-    """What compares the ranks of this optimizer, until they differ; else None."""
-    return None if _ranks_differ(optimizer) else optimizer.agreement
 
 
 def _ranks_differ(optimizer: Any) -> bool:
@@ -118,14 +119,17 @@ def _ranks_differ(optimizer: Any) -> bool:
     if "ranks_differ" not in optimizer.__dict__:
         from deepspeed import comm
 
-        from zerofix.agreement import Agreement
-
-        group = optimizer.dp_process_group
-        may_differ = comm.get_world_size(group=group) > 1 and not is_left_alone(optimizer)
+        may_differ = comm.get_world_size(group=optimizer.dp_process_group) > 1
+        may_differ = may_differ and not is_left_alone(optimizer)
         optimizer.ranks_differ = may_differ and asks_for("reduction_order")
-        # Experts are reduced by groups of their own.
-        compared = may_differ and not optimizer.has_moe_layers
-        optimizer.agreement = Agreement(group) if compared else None
+        optimizer.gradients_digest = 0
+        # Experts are reduced by groups of their own, what is empty is not.
+        optimizer.compared_params = [
+            optimizer.get_param_id(param)
+            for group in optimizer.bit16_groups
+            for param in group
+            if param.numel() and may_differ and not optimizer.has_moe_layers
+        ]
     return bool(optimizer.ranks_differ)
 
 
@@ -195,8 +199,9 @@ FIX = Fix(
         Target(f"{_OPTIMIZER}._update_scale", Around(_comparing)),
     ),
     limits=(
-        "It compares the ranks, and begins when they differ: the step in which they do is skipped, "
-        "or ends as on stock where their buckets differ in size (an error of gloo, or a hang). "
+        "It compares the ranks, and begins when they differ: the step in which they do changes "
+        "nothing (before 0.19.7 Muon's momentum all the same), or ends as on stock where their "
+        "buckets differ in size (an error of gloo, or a hang). "
         "ZEROFIX_REDUCTION_ORDER=1 has it begin with the first backward, and with mixture of "
         "experts, where it does not compare, begin at all. Then a rank sends zeros for every "
         "parameter that it has no gradient of, and keeps gradients in memory until their turn "

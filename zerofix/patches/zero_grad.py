@@ -53,6 +53,7 @@ def _forget(optimizer: Any) -> None:
         return
     if hasattr(optimizer, "partition_gradients"):
         optimizer.micro_step_id = -1
+        optimizer.gradients_digest = 0
         sums = [*optimizer.averaged_gradients.values()]
         sums += getattr(optimizer, "all_grad_tensors", {}).values()
         masters = optimizer.single_partition_of_fp32_groups
