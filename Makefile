@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/zerofix verify
 
 test: $(INSTALLED)
-	$(VENV)/bin/pytest -n 2 --dist loadfile
+	$(VENV)/bin/pytest -n 4 --dist loadfile
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check

@@ -113,7 +113,7 @@ def verify(session: nox.Session, deepspeed: str) -> None:
 def release(session: nox.Session, deepspeed: str) -> None:
     """tests/releases on one release."""
     env = shared_operations(installed(deepspeed))
-    tests = ["tests/releases", "-n", "2", "--dist", "loadfile"]
+    tests = ["tests/releases", "-n", "4", "--dist", "loadfile"]
     if deepspeed not in OWN_CPU_ADAM:
         tests.append("--ignore=tests/releases/test_cpu_adam.py")
     if deepspeed not in OWN_SUPEROFFLOAD:

@@ -1,7 +1,7 @@
 """A training step with some fixes against the same step on stock DeepSpeed.
 
     python benchmarks/steps.py copy_grads|absent_grads [--blocks N]
-    torchrun --nproc_per_node 2 benchmarks/steps.py reduction_order [--blocks N]
+    torchrun --nproc_per_node 2 benchmarks/steps.py reduction_order --samples 512 [--blocks N]
 
 One engine a configuration: blocks of steps alternate between stock and patched (`zerofix.revert`,
 `zerofix.apply`), and the ratio is the median of those of neighbouring blocks. One process, or one a
@@ -41,7 +41,7 @@ def engine(stage: int, offload: bool, accumulation: int):
         model=model,
         optimizer=torch.optim.Adam(model.parameters()),
         config={
-            "train_micro_batch_size_per_gpu": 4,
+            "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": 0.0,
             "zero_force_ds_cpu_optimizer": False,
@@ -51,10 +51,10 @@ def engine(stage: int, offload: bool, accumulation: int):
     return made
 
 
-def seconds(made, accumulation: int) -> float:
+def seconds(made, accumulation: int, samples: int) -> float:
     import torch
 
-    batch = torch.ones(4, 512, device=made.device)
+    batch = torch.ones(samples, 512, device=made.device)
     start = time.perf_counter()
     for _ in range(STEPS * accumulation):
         made.backward(made(batch).sum())
@@ -66,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=MEASURED)
     parser.add_argument("--blocks", type=int, default=25)
+    parser.add_argument("--samples", type=int, default=4, help="in a micro-batch of a rank")
     options = parser.parse_args()
     fixes, stages = MEASURED[options.name]
 
@@ -89,7 +90,7 @@ def main() -> None:
                 zerofix.revert()
                 for fix in fixes if block % 2 else ():
                     zerofix.apply(fix)
-                took = seconds(made, accumulation)
+                took = seconds(made, accumulation, options.samples)
                 if block >= 2:
                     times["zerofix" if block % 2 else "stock"].append(took)
             pairs = list(zip(times["stock"], times["zerofix"], strict=True))
@@ -105,7 +106,7 @@ def main() -> None:
                 }
             )
     if os.environ.get("RANK", "0") == "0":
-        measured = {"blocks": options.blocks, "steps_per_block": STEPS, "figures": figures}
+        measured = vars(options) | {"steps_per_block": STEPS, "figures": figures}
         write(options.name, measured)
 
 
