@@ -68,6 +68,9 @@ class Case:
     branch uses."""
     skipped: tuple[int, ...] = ()
     """Steps that are not to be applied."""
+    leaves: bool = True
+    """The branches are a leaf module, as DeepSpeed asks for where ranks use different parameters of
+    one under ZeRO-3."""
     adapters: bool = False
     """Each rank freezes the branches that it does not use."""
     unmanaged: bool = False
@@ -85,7 +88,7 @@ class Case:
         words += ["checkpointed"] * self.checkpointed + ["lone"] * self.lone
         words += [f"emptied{self.emptied}"] * bool(self.emptied)
         words += [f"skipped{self.skipped}"] * bool(self.skipped) + ["adapters"] * self.adapters
-        words += ["unmanaged"] * self.unmanaged
+        words += ["unmanaged"] * self.unmanaged + ["no-leaves"] * (not self.leaves)
         steps = ("-".join(".".join(map(str, ranks)) for ranks in step) for step in self.used)
         return " ".join([*words, "_".join(steps)])
 
@@ -321,7 +324,7 @@ def train(case: Case, rank: int, world_size: int) -> float:
     from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
 
     model = build_model(case)
-    if world_size > 1:  # as DeepSpeed asks for where ranks use different parameters of a module
+    if case.leaves and world_size > 1:
         set_z3_leaf_modules(model, [type(model.branches)])
     engine, *_ = deepspeed.initialize(
         model=model,

@@ -252,3 +252,14 @@ def test_the_step_in_which_ranks_first_differ_is_skipped_and_the_others_are_righ
             assert [log.count(DISAGREE) for log in world.logs()] == [k, 0]
             assert error(train_in(world, [case], ordered=False)[case]) <= 2e-6, case
             assert [log.count(DISAGREE) for log in world.logs()] == [k + 1, 0]
+
+
+def test_ranks_that_differ_under_zero3_are_warned_once() -> None:
+    with World(worker, 2, patched=True) as world:
+        for k, offload in enumerate((False, True)):
+            wrong = Case(3, offload, EACH_ITS_OWN, leaves=False)
+            for case in (replace(wrong, used=LATE), replace(wrong, leaves=True)):
+                assert error(train_in(world, [case], ordered=False)[case]) <= 2e-6
+            assert [log.count(DISAGREE) for log in world.logs()] == [k, 0]
+            assert error(train_in(world, [wrong], ordered=False)[wrong]) > 1e-4
+            assert [log.count(DISAGREE) for log in world.logs()] == [k + 1, 0]

@@ -100,7 +100,7 @@ def start_anew(optimizer: Any) -> None:
     optimizer.__dict__.pop("step_is_over", None)
 
 
-def starting_anew(original: Callable[..., Any]) -> Callable[..., Any]:
+def _starting_anew(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         start_anew(self)
@@ -188,7 +188,7 @@ for i in range(len(self.params_already_reduced)):
 """,
             ),
         ),
-        Target(f"{_OPTIMIZER}.step", Around(starting_anew)),
+        Target(f"{_OPTIMIZER}.step", Around(_starting_anew)),
         Target(
             "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.get_grads_for_norm",
             # A parameter without a gradient on this rank may have one that others reduced.

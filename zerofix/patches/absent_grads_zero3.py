@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 
 from zerofix.fix import Around, Edit, Fix, Target
-from zerofix.patches.absent_grads import at_boundary, starting_anew
+from zerofix.patches.absent_grads import at_boundary, start_anew
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,9 +26,44 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
         passed_on = self.__dict__.setdefault("passed_on", {})
         boundary = at_boundary(self)
         passed_on.update([(param.ds_id, boundary) for param in params_to_release])
+        # Experts are reduced by groups of their own.
+        reduced = [param.ds_id for param in params_to_release if getattr(param, "allreduce", True)]
+        digest = self.__dict__.get("gradients_digest", 0)
+        self.gradients_digest = zlib.crc32(str(reduced).encode(), digest)
         return original(self, params_to_release, grad_partitions)
 
     return partition_grads
+
+
+def _comparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _pre_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        start_anew(self)
+        _warn_if_ranks_differ(self)
+        return original(self, *args, **kwargs)
+
+    return _pre_step
+
+
+def _warn_if_ranks_differ(optimizer: Any) -> None:
+    """Compare which parameters were reduced together in this step; after a warning no more."""
+    from deepspeed import comm
+    from deepspeed.utils import logger
+
+    from zerofix.reduction_order import is_equal
+
+    group = optimizer.dp_process_group
+    if "ranks_differ" in optimizer.__dict__ or comm.get_world_size(group=group) == 1:
+        return
+    digest = optimizer.__dict__.pop("gradients_digest", 0)
+    if not is_equal(digest, group):
+        optimizer.ranks_differ = True
+        if comm.get_rank(group=group) == 0:
+            logger.warning(
+                "zerofix: ranks had gradients of different parameters in the same backward, which "
+                "ZeRO-3 adds to each other: what it trains may be wrong. "
+                "deepspeed.utils.set_z3_leaf_modules keeps apart those of one module."
+            )
 
 
 def include_absent(optimizer: Any) -> None:
@@ -90,7 +126,7 @@ FIX = Fix(
     hit_by=_hit_by,
     targets=(
         Target(f"{_OPTIMIZER}.partition_grads", Around(_noting)),
-        Target(f"{_OPTIMIZER}._pre_step", Around(starting_anew)),
+        Target(f"{_OPTIMIZER}._pre_step", Around(_comparing)),
         Target(
             f"{_OPTIMIZER}.independent_gradient_partition_epilogue",
             Edit(
@@ -110,6 +146,7 @@ include_absent(self)
     limits=(
         "SuperOffload is reached where superoffload or superoffload_step is applied. Where ranks "
         "use different parameters of a module in a micro-batch, ZeRO-3 adds the gradients of one "
-        "to those of another, unless the module is a leaf: deepspeed.utils.set_z3_leaf_modules."
+        "to those of another, unless the module is a leaf: deepspeed.utils.set_z3_leaf_modules. It "
+        "warns of that."
     ),
 )

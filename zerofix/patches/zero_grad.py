@@ -53,7 +53,6 @@ def _forget(optimizer: Any) -> None:
         return
     if hasattr(optimizer, "partition_gradients"):
         optimizer.micro_step_id = -1
-        optimizer.gradients_digest = 0
         sums = [*optimizer.averaged_gradients.values()]
         sums += getattr(optimizer, "all_grad_tensors", {}).values()
         masters = optimizer.single_partition_of_fp32_groups
@@ -66,6 +65,7 @@ def _forget(optimizer: Any) -> None:
         return
     optimizer.zero_grad()
     start_anew(optimizer)
+    optimizer.gradients_digest = 0
     if offload:
         optimizer.reset_cpu_buffers()
         sums.append([master.grad for master in masters if master.grad is not None])
