@@ -103,6 +103,18 @@ def is_equal(number: int, group: Any) -> bool:
     return bool(largest == -smallest)
 
 
+def warn(group: Any, consequence: str) -> None:
+    """Say on the first rank of a group that its ranks differ, and what comes of it."""
+    from deepspeed import comm
+    from deepspeed.utils import logger
+
+    if comm.get_rank(group=group) == 0:
+        logger.warning(
+            "zerofix: ranks had gradients of different parameters in the same backward, which "
+            f"DeepSpeed adds to each other. {consequence}"
+        )
+
+
 def _event() -> Any:
     from deepspeed.accelerator import get_accelerator
 

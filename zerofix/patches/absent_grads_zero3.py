@@ -48,9 +48,8 @@ def _comparing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _warn_if_ranks_differ(optimizer: Any) -> None:
     """Compare which parameters were reduced together in this step; after a warning no more."""
     from deepspeed import comm
-    from deepspeed.utils import logger
 
-    from zerofix.reduction_order import is_equal
+    from zerofix.reduction_order import is_equal, warn
 
     group = optimizer.dp_process_group
     if "ranks_differ" in optimizer.__dict__ or comm.get_world_size(group=group) == 1:
@@ -58,12 +57,11 @@ def _warn_if_ranks_differ(optimizer: Any) -> None:
     digest = optimizer.__dict__.pop("gradients_digest", 0)
     if not is_equal(digest, group):
         optimizer.ranks_differ = True
-        if comm.get_rank(group=group) == 0:
-            logger.warning(
-                "zerofix: ranks had gradients of different parameters in the same backward, which "
-                "ZeRO-3 adds to each other: what it trains may be wrong. "
-                "deepspeed.utils.set_z3_leaf_modules keeps apart those of one module."
-            )
+        warn(
+            group,
+            "What ZeRO-3 trains may be wrong; deepspeed.utils.set_z3_leaf_modules keeps apart "
+            "those of one module.",
+        )
 
 
 def include_absent(optimizer: Any) -> None:

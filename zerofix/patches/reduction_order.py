@@ -97,21 +97,19 @@ def _comparing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begin(optimizer: Any) -> None:
     """Give up the step of this optimizer, and reduce in one order from the next on."""
-    from deepspeed import comm
-    from deepspeed.utils import logger
+    from zerofix.reduction_order import warn
 
     optimizer.ranks_differ = True
     # Ranks that hold other parts of the model would take the step, if theirs agree.
     alone = optimizer.model_parallel_world_size == 1
     if alone and not optimizer.overflow:
         optimizer.overflow = optimizer.step_given_up = True
-    if comm.get_rank(group=optimizer.dp_process_group) == 0:
-        logger.warning(
-            "zerofix: ranks had gradients of different parameters in the same backward, which "
-            "DeepSpeed adds to each other. This step "
-            f"{'changes nothing' if alone else 'may be wrong'}; from the next on reduction_order "
-            f"keeps them apart. {toggle('reduction_order')}=1 has it do so from the first step on."
-        )
+    warn(
+        optimizer.dp_process_group,
+        f"This step {'changes nothing' if alone else 'may be wrong'}; from the next on "
+        "reduction_order keeps them apart. "
+        f"{toggle('reduction_order')}=1 has it do so from the first step on.",
+    )
 
 
 def _ranks_differ(optimizer: Any) -> bool:
